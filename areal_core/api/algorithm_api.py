@@ -1,0 +1,66 @@
+"""Algorithms: from scored trajectories to a loss."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal_core.api.configs import PPOActorConfig
+
+
+class Algorithm(abc.ABC):
+    """One policy-gradient algorithm, as a small composition of the pure functions in ``areal_core.algorithms``.
+
+    Constructed as ``Algorithm(config: PPOActorConfig, **options)``. Pure: no process group, no state between steps.
+    ``compute_advantages`` sees the *whole* batch of a step, so group and batch statistics need no communication.
+    """
+
+    #: Defaults of configuration keys that belong to this algorithm, as dotted keys, e.g.
+    #: ``{"actor.adv_norm.std_level": None}``. They sit between the class defaults and the user's file.
+    presets: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, config: PPOActorConfig, **options: Any) -> None:
+        self.config = config
+
+    def check(self, *, group_size: int, has_ref: bool, has_critic: bool) -> None:  # noqa: B027 - optional
+        """Reject a configuration that cannot work, before anything is loaded.
+
+        Raises:
+            ConfigError: with the key and what would be right.
+        """
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether ``loss`` reads ``output.entropy``."""
+        return False
+
+    @property
+    def needs_ref_logprobs(self) -> bool:
+        return False
+
+    @property
+    def needs_values(self) -> bool:
+        return False
+
+    @property
+    def needs_prox_logprobs(self) -> bool:
+        """Whether the proximal policy's log-probs must be recomputed by a forward pass before the first update."""
+        return False
+
+    @abc.abstractmethod
+    def compute_advantages(self, batch: PackedBatch) -> tuple[PackedBatch, dict[str, float]]:
+        """Add ``advantages`` fp32 ``[T]`` (and ``returns`` for a critic) to the batch; also statistics to report."""
+
+    @abc.abstractmethod
+    def loss(self, output: TokenOutput, batch: PackedBatch) -> LossOutput:
+        """The policy loss of one micro-batch, summed."""
+
+    def loss_weight(self, batch: PackedBatch) -> torch.Tensor:
+        """What a micro-batch counts for; the number of trained tokens unless the aggregation says otherwise."""
+        return batch["loss_mask"].sum()

@@ -1,0 +1,134 @@
+"""The packed batch: what travels between rollout, algorithm and train engine.
+
+A batch of ``B`` sequences with ``T`` tokens in all holds 1-D token tensors of length ``T``, cumulative lengths
+``cu_seqlens`` (int32 ``[B + 1]``), and one row per sequence for scalars. Nothing is padded. Entry ``i`` of a token
+tensor belongs to token ``i``: log-probs, advantages and masks are not shifted against ``input_ids``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+
+
+@attrs.define(eq=False)
+class PackedBatch:
+    """``B`` sequences, ``T`` tokens.
+
+    Attributes:
+        cu_seqlens: int32 ``[B + 1]``, from 0 to ``T``. ``B`` may be 0: a rank with an empty shard.
+        tokens: per-token tensors ``[T, ...]``. Always ``input_ids`` (int64) and ``loss_mask`` (bool). In RL also
+            ``logprobs`` (the sampler's, fp32), ``versions`` (int32), and what an algorithm adds: ``prox_logprobs``,
+            ``ref_logprobs``, ``values``, ``advantages``, ``returns``.
+        rows: per-sequence tensors ``[B, ...]``: ``rewards`` (fp32), ``group_ids`` (int64; equal for the samples of
+            one prompt), ``prompt_lens`` (int32), ...
+    """
+
+    cu_seqlens: torch.Tensor
+    tokens: dict[str, torch.Tensor]
+    rows: dict[str, torch.Tensor] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        if self.cu_seqlens.ndim != 1 or len(self.cu_seqlens) < 1:
+            raise ValueError(f"cu_seqlens must have shape [B + 1], got {tuple(self.cu_seqlens.shape)}")
+        for name, value in self.tokens.items():
+            if len(value) != self.num_tokens:
+                raise ValueError(f"tokens[{name!r}] has {len(value)} entries, but input_ids has {self.num_tokens}")
+        for name, value in self.rows.items():
+            if len(value) != self.num_seqs:
+                raise ValueError(
+                    f"rows[{name!r}] has {len(value)} entries, but the batch has {self.num_seqs} sequences"
+                )
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens["input_ids"])
+
+    @property
+    def seqlens(self) -> torch.Tensor:
+        """int32 ``[B]``."""
+        return self.cu_seqlens.diff()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tokens[name] if name in self.tokens else self.rows[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tokens or name in self.rows
+
+    def with_tokens(self, **tensors: torch.Tensor) -> PackedBatch:
+        """A batch that shares this one's tensors, with token tensors added or replaced."""
+        return PackedBatch(self.cu_seqlens, {**self.tokens, **tensors}, dict(self.rows))
+
+    def with_rows(self, **tensors: torch.Tensor) -> PackedBatch:
+        """A batch that shares this one's tensors, with row tensors added or replaced."""
+        return PackedBatch(self.cu_seqlens, dict(self.tokens), {**self.rows, **tensors})
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        return PackedBatch(
+            self.cu_seqlens.to(device),
+            {k: v.to(device) for k, v in self.tokens.items()},
+            {k: v.to(device) for k, v in self.rows.items()},
+        )
+
+    def select(self, indices: Sequence[int]) -> PackedBatch:
+        """The sequences at ``indices``, in that order; an empty list gives an empty batch."""
+        import torch
+
+        bounds = self.cu_seqlens.tolist()
+        spans = [(bounds[i], bounds[i + 1]) for i in indices]
+        lengths = torch.tensor([0] + [end - start for start, end in spans], dtype=torch.int64)
+        cu_seqlens = lengths.cumsum(0).to(self.cu_seqlens)
+        rows_at = torch.tensor(list(indices), dtype=torch.int64, device=self.cu_seqlens.device)
+        tokens = {k: torch.cat([v[s:e] for s, e in spans]) if spans else v[:0] for k, v in self.tokens.items()}
+        return PackedBatch(cu_seqlens, tokens, {k: v[rows_at] for k, v in self.rows.items()})
+
+    def sequences(self, name: str) -> Iterator[torch.Tensor]:
+        """The per-sequence slices of one token tensor."""
+        bounds = self.cu_seqlens.tolist()
+        value = self.tokens[name]
+        return (value[start:end] for start, end in zip(bounds, bounds[1:], strict=False))
+
+
+@attrs.frozen(eq=False)
+class TokenOutput:
+    """What a model says about each token of a packed batch, aligned with the batch's tokens.
+
+    Attributes:
+        logprobs: fp32 ``[T]``: log-prob of token ``i`` (see ``io_struct``) where ``loss_mask[i]``, else 0.
+        entropy: fp32 ``[T]`` or None: entropy in nats of the distribution that token ``i`` was drawn from.
+        values: fp32 ``[T]`` or None: a critic's value of the state *before* token ``i``.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+@attrs.frozen(eq=False)
+class LossOutput:
+    """What a loss function returns for one micro-batch.
+
+    Attributes:
+        loss: scalar, a **sum** over the micro-batch. The engine divides by the total weight over all micro-batches
+            and ranks, so that no split of a batch changes the gradient.
+        stats: ``name -> (sum, count)``, scalar tensors. The engine adds both up over micro-batches and ranks and
+            reports the quotient.
+    """
+
+    loss: torch.Tensor
+    stats: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=dict)
+
+
+def as_stat(values: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(sum of values where mask, number of them)`` for ``LossOutput.stats``, detached."""
+    weights = mask.to(values.dtype)
+    return (values.detach() * weights).sum(), weights.sum()

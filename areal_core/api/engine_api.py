@@ -1,0 +1,228 @@
+"""The two engine contracts: one generates, one trains."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
+from areal_core.api.io_struct import (
+    FinetuneSpec,
+    ModelRequest,
+    ModelResponse,
+    SaveLoadMeta,
+    WeightUpdateMeta,
+)
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from areal_core.api.alloc import ParallelStrategy
+
+#: ``loss_fn(output, micro_batch) -> LossOutput`` whose ``loss`` is a sum over the micro-batch.
+LossFn = Callable[[TokenOutput, PackedBatch], LossOutput]
+#: ``loss_weight_fn(micro_batch) -> scalar tensor``: what the micro-batch counts for, e.g. its number of loss tokens.
+LossWeightFn = Callable[[PackedBatch], "torch.Tensor"]
+
+
+class InferenceEngine(abc.ABC):
+    """Generates completions, asynchronously, with weights that can be replaced while it runs.
+
+    Constructed as ``Engine(config: InferenceEngineConfig)``; its own options are ``config.options``. All methods but
+    ``agenerate`` may block and are called from the trainer's thread; ``agenerate`` is called from an event loop.
+    """
+
+    @abc.abstractmethod
+    def initialize(self, model_path: str, tokenizer: Any = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Load the model (a Hugging Face folder) or connect to servers. Ready for requests on return."""
+
+    @abc.abstractmethod
+    def destroy(self) -> None:
+        """Free everything; running requests end with ``stop_reason="abort"``. May be called twice."""
+
+    @abc.abstractmethod
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        """Generate one completion.
+
+        Cancelling the awaiting task aborts the request. Requests with equal prompts that wait at the same time share
+        their prefill. With ``request.gconfig.seed`` set, the sample depends on that seed and the weights alone, not on
+        what else runs.
+
+        Raises:
+            BadInputError: if prompt and completion cannot fit the context, or an option cannot be honoured.
+        """
+
+    @abc.abstractmethod
+    def pause_generation(self) -> None:
+        """Stop between two tokens; returns when no token is being computed. Requests stay and wait."""
+
+    @abc.abstractmethod
+    def continue_generation(self) -> None:
+        """Go on after ``pause_generation``."""
+
+    def update_weights_from_memory(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take over weights from the same process. Call between pause and continue.
+
+        Args:
+            tensors: (name in Hugging Face layout, full tensor); every parameter once, tied ones under one name.
+            version: the version of tokens generated from now on.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot take weights from memory")
+
+    @abc.abstractmethod
+    def update_weights_from_disk(self, meta: WeightUpdateMeta) -> None:
+        """Load safetensors in Hugging Face layout from ``meta.path``. On any error the old weights stay."""
+
+    def init_weights_update_group(self, meta: WeightUpdateMeta) -> None:
+        """Join the process group that ``update_weights_from_distributed`` receives on."""
+        raise NotImplementedError(f"{type(self).__name__} cannot take weights over a process group")
+
+    def update_weights_from_distributed(self, meta: WeightUpdateMeta, specs: list[tuple[str, list[int], str]]) -> None:
+        """Receive the tensors of ``specs`` (name, shape, dtype) by broadcast from the train engine."""
+        raise NotImplementedError(f"{type(self).__name__} cannot take weights over a process group")
+
+    @abc.abstractmethod
+    def set_version(self, version: int) -> None:
+        """Version that tokens generated from now on carry."""
+
+    @abc.abstractmethod
+    def get_version(self) -> int: ...
+
+    def launch_server(self, server_args: Mapping[str, Any] | None = None) -> list[str]:
+        """Start the servers this engine talks to; returns their addresses. In-process engines return ``[]``."""
+        return []
+
+    def teardown_server(self) -> None:  # noqa: B027 - nothing to do for in-process engines
+        """Stop what ``launch_server`` started."""
+
+    def offload(self) -> None:  # noqa: B027
+        """Free device memory until ``onload``; no request may run."""
+
+    def onload(self) -> None:  # noqa: B027
+        """Undo ``offload``."""
+
+    def export_stats(self) -> dict[str, float]:
+        """Counters and gauges since the last call, e.g. ``generated_tokens``, ``prefill_tokens``."""
+        return {}
+
+
+class TrainEngine(abc.ABC):
+    """Trains one model over all ranks of its mesh. Every method is called by every rank (SPMD).
+
+    Constructed as ``Engine(config: TrainEngineConfig)``; its own options are ``config.options``.
+    """
+
+    @abc.abstractmethod
+    def create_process_group(self, parallel_strategy: ParallelStrategy) -> None:
+        """Join torch.distributed (if launched by torchrun) and build the mesh. Idempotent for the default group."""
+
+    @abc.abstractmethod
+    def initialize(self, ft_spec: FinetuneSpec | None = None, *, role: str = "actor") -> None:
+        """Load the model, and optimizer and schedule if ``config.optimizer`` is set.
+
+        Args:
+            role: ``actor`` or ``ref`` (language-model head) or ``critic`` / ``reward`` (scalar head).
+        """
+
+    @abc.abstractmethod
+    def destroy(self) -> None:
+        """Free the model; leave the default process group alone unless this engine created it."""
+
+    @abc.abstractmethod
+    def train_batch(
+        self, batch: PackedBatch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, with_entropy: bool = False
+    ) -> dict[str, float]:
+        """One optimizer step on the sum of all ranks' shards.
+
+        The gradient is that of ``sum(loss) / sum(weight)`` over every micro-batch of every data-parallel rank,
+        whatever the split. A rank may hold an empty batch. If the total weight is 0 the step is skipped.
+
+        Args:
+            batch: this data-parallel rank's shard.
+            loss_fn: sum-loss of one micro-batch; may ask for entropy with ``with_entropy``.
+            loss_weight_fn: its weight.
+
+        Returns:
+            ``loss``, ``grad_norm``, ``lr``, ``update_skipped`` (0 or 1) and the loss function's stats, equal on every
+            rank.
+        """
+
+    @abc.abstractmethod
+    def eval_batch(
+        self, batch: PackedBatch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, with_entropy: bool = False
+    ) -> dict[str, float]:
+        """As ``train_batch``, without gradient or step: ``loss`` and the stats."""
+
+    @abc.abstractmethod
+    def forward(self, batch: PackedBatch, *, with_entropy: bool = False) -> TokenOutput:
+        """Log-probs (critics: values) of this rank's shard, aligned with its tokens, no gradient."""
+
+    @abc.abstractmethod
+    def lr_scheduler_step(self) -> None:
+        """Advance the learning-rate schedule by one training step."""
+
+    @abc.abstractmethod
+    def connect_engine(self, engine: InferenceEngine | None, meta: WeightUpdateMeta) -> None:
+        """Name the engine that ``update_weights`` feeds: on global rank 0; None on the others."""
+
+    @abc.abstractmethod
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        """Send the current weights to the connected engine. The caller has paused it and sets its version."""
+
+    @abc.abstractmethod
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Write weights (``hf``) or the whole training state (``dcp``) to ``meta.path``."""
+
+    @abc.abstractmethod
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Read what ``save`` wrote, or for ``hf`` any compatible Hugging Face folder.
+
+        Raises:
+            BadInputError: if a file or a tensor is missing or has another shape; the model is unchanged.
+        """
+
+    @abc.abstractmethod
+    def set_version(self, version: int) -> None: ...
+
+    @abc.abstractmethod
+    def get_version(self) -> int: ...
+
+    @abc.abstractmethod
+    def train(self, mode: bool = True) -> TrainEngine: ...
+
+    def eval(self) -> TrainEngine:
+        return self.train(False)
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abc.abstractmethod
+    def data_parallel_rank(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def data_parallel_world_size(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """None in a single process."""
+
+    @property
+    @abc.abstractmethod
+    def context_and_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that work on the same shard of a batch; None when it is this rank alone."""
+
+    def export_stats(self) -> dict[str, float]:
+        """Counters and gauges since the last call, equal on every rank."""
+        return {}
+
+    def offload(self) -> None:  # noqa: B027 - optional
+        """Move parameters and optimizer state to host memory."""
+
+    def onload(self) -> None:  # noqa: B027 - optional
+        """Undo ``offload``."""

@@ -1,0 +1,82 @@
+"""Native models: what a package registers to add an architecture to an engine with models of its own."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@attrs.define(kw_only=True)
+class BaseModelArgs(abc.ABC):
+    """Hyper-parameters of a native model, read from a Hugging Face configuration."""
+
+    @classmethod
+    @abc.abstractmethod
+    def from_hf_config(cls, hf_config: Any, is_critic: bool = False, **kwargs: Any) -> BaseModelArgs:
+        """Map a ``PretrainedConfig``. Raise ``BadInputError`` for a feature that the model does not implement."""
+
+
+class BaseArchonModel(Protocol):
+    """The interface of a native model; an ``nn.Module`` that has these methods."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        tree_attn_meta: Any = None,
+    ) -> torch.Tensor:
+        """Packed forward: ``tokens`` and ``positions`` int64 ``[T]``, ``cu_seqlens`` int32 ``[B + 1]``; logits ``[T, V]``."""
+        ...
+
+    def init_weights(self) -> None:
+        """Initialise every parameter in place (it may have been built on the meta device)."""
+        ...
+
+    def init_buffers(self, buffer_device: torch.device | str) -> None:
+        """Compute the buffers (RoPE tables and the like) on ``buffer_device``."""
+        ...
+
+
+class BaseStateDictAdapter(abc.ABC):
+    """Maps parameter names and layouts between a native model and Hugging Face."""
+
+    def __init__(self, model_args: BaseModelArgs, hf_config: Any = None) -> None:
+        self.model_args, self.hf_config = model_args, hf_config
+
+    @abc.abstractmethod
+    def from_hf(self, hf_state_dict: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    @abc.abstractmethod
+    def to_hf(self, state_dict: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    @abc.abstractmethod
+    def convert_single_to_hf(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """One native parameter as Hugging Face ones (several for a stack of experts), for streamed weight updates."""
+
+
+class ParallelizeFn(Protocol):
+    """Applies, in this order, TP, EP, CP, activation checkpointing, compile and FSDP to a model on the meta device."""
+
+    def __call__(self, model: nn.Module, parallel_dims: Any, **kwargs: Any) -> nn.Module: ...
+
+
+@attrs.frozen(kw_only=True)
+class ModelSpec:
+    """Everything an engine needs to know of one architecture."""
+
+    name: str
+    model_class: type
+    model_args_class: type[BaseModelArgs]
+    state_dict_adapter_class: type[BaseStateDictAdapter]
+    parallelize_fn: ParallelizeFn
+    supported_model_types: frozenset[str] = attrs.field(converter=frozenset)
+    pipelining_fn: Callable[..., Any] | None = None

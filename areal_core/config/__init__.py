@@ -1,0 +1,1 @@
+"""The configuration machinery: typed fields, YAML with line numbers, overrides, plugin sections, JSON Schema."""

@@ -5,6 +5,6 @@ from __future__ import annotations
 import logging
 
 
-def getLogger(name: str) -> logging.Logger:  # noqa: N802 - the field's name for it
+def getLogger(name: str) -> logging.Logger:
     """The logger of one component, e.g. ``getLogger("FSDPEngine")``."""
     return logging.getLogger(f"areal.{name}")

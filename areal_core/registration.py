@@ -34,7 +34,7 @@ class Registration:
     target: str = attrs.field(validator=attrs.validators.matches_re(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"))
     description: str = ""
     config: str | None = None
-    requires: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    requires: tuple[str, ...] = ()
     extra: str | None = None
     device: Device = "any"
     metadata: dict[str, Any] = attrs.field(factory=dict, hash=False)

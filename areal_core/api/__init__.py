@@ -1,1 +1,1 @@
-"""The contracts that plugins build against. Importing any module of this package loads neither torch nor transformers."""
+"""The contracts that plugins build against. Importing them loads neither torch nor transformers."""

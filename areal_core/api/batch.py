@@ -7,6 +7,7 @@ tensor belongs to token ``i``: log-probs, advantages and masks are not shifted a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ class PackedBatch:
         """The per-sequence slices of one token tensor."""
         bounds = self.cu_seqlens.tolist()
         value = self.tokens[name]
-        return (value[start:end] for start, end in zip(bounds, bounds[1:], strict=False))
+        return (value[start:end] for start, end in itertools.pairwise(bounds))
 
 
 @attrs.frozen(eq=False)

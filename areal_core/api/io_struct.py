@@ -126,8 +126,20 @@ class ModelResponse:
         return self.stop_reason == "length"
 
 
-def _array(dtype: Any) -> Any:
-    return lambda value: np.ascontiguousarray(value, dtype=dtype)
+def _int64(value: Any) -> npt.NDArray[np.int64]:
+    return np.ascontiguousarray(value, dtype=np.int64)
+
+
+def _int32(value: Any) -> npt.NDArray[np.int32]:
+    return np.ascontiguousarray(value, dtype=np.int32)
+
+
+def _float32(value: Any) -> npt.NDArray[np.float32]:
+    return np.ascontiguousarray(value, dtype=np.float32)
+
+
+def _bool(value: Any) -> npt.NDArray[np.bool_]:
+    return np.ascontiguousarray(value, dtype=np.bool_)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -151,13 +163,15 @@ class Trajectory:
         metadata: free, JSON-compatible; written to ``trajectories/``.
     """
 
-    input_ids: npt.NDArray[np.int64] = attrs.field(converter=_array(np.int64))
-    loss_mask: npt.NDArray[np.bool_] = attrs.field(converter=_array(np.bool_))
-    logprobs: npt.NDArray[np.float32] = attrs.field(converter=_array(np.float32))
-    versions: npt.NDArray[np.int32] = attrs.field(converter=_array(np.int32))
+    input_ids: npt.NDArray[np.int64] = attrs.field(converter=_int64)
+    loss_mask: npt.NDArray[np.bool_] = attrs.field(converter=_bool)
+    logprobs: npt.NDArray[np.float32] = attrs.field(converter=_float32)
+    versions: npt.NDArray[np.int32] = attrs.field(converter=_int32)
     reward: float = 0.0
     rewards: dict[str, float] = attrs.field(factory=dict)
-    token_rewards: npt.NDArray[np.float32] | None = None
+    token_rewards: npt.NDArray[np.float32] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(_float32)
+    )
     group_id: str = ""
     stop_reason: StopReason = "stop"
     n_turns: int = 1

@@ -84,13 +84,19 @@ class PackedBatch:
         """The sequences at ``indices``, in that order; an empty list gives an empty batch."""
         import torch
 
-        bounds = self.cu_seqlens.tolist()
-        spans = [(bounds[i], bounds[i + 1]) for i in indices]
-        lengths = torch.tensor([0] + [end - start for start, end in spans], dtype=torch.int64)
-        cu_seqlens = lengths.cumsum(0).to(self.cu_seqlens)
-        rows_at = torch.tensor(list(indices), dtype=torch.int64, device=self.cu_seqlens.device)
-        tokens = {k: torch.cat([v[s:e] for s, e in spans]) if spans else v[:0] for k, v in self.tokens.items()}
-        return PackedBatch(cu_seqlens, tokens, {k: v[rows_at] for k, v in self.rows.items()})
+        at = torch.as_tensor(indices, dtype=torch.int64, device=self.cu_seqlens.device)
+        cu_seqlens = torch.zeros(len(at) + 1, dtype=self.cu_seqlens.dtype, device=at.device)
+        lengths = self.seqlens[at]
+        torch.cumsum(lengths, 0, out=cu_seqlens[1:])
+        total = int(cu_seqlens[-1])
+        # Token j of the result is token j - (start in the result) + (start here).
+        shift = (self.cu_seqlens[:-1][at] - cu_seqlens[:-1]).repeat_interleave(lengths, output_size=total)
+        token_at = torch.arange(total, device=at.device) + shift
+        return PackedBatch(
+            cu_seqlens,
+            {k: v[token_at] for k, v in self.tokens.items()},
+            {k: v[at] for k, v in self.rows.items()},
+        )
 
     def sequences(self, name: str) -> Iterator[torch.Tensor]:
         """The per-sequence slices of one token tensor."""

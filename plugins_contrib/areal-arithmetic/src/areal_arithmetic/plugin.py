@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from areal_core import Registration, hookimpl
+
+if TYPE_CHECKING:
+    import typer
 
 AREAL_API_VERSION = "1.0"
 
@@ -28,3 +33,10 @@ def areal_rewards() -> list[Registration]:
             description="1 if the number after #### is the answer, else 0",
         )
     ]
+
+
+@hookimpl
+def areal_commands(app: typer.Typer) -> None:
+    from areal_arithmetic import commands
+
+    app.add_typer(commands.app, name="arithmetic")

@@ -5,7 +5,6 @@ Every message says three things: the key or file it is about, what was wrong, an
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -42,6 +41,8 @@ class PluginError(BadInputError):
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that a user most likely meant, or None when nothing is close."""
+    import difflib
+
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None
 

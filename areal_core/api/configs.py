@@ -135,6 +135,9 @@ class PPOActorConfig(TrainEngineConfig):
     loss_agg: Literal["token_mean", "seq_mean", "seq_sum_const"] = option(
         "token_mean", "token_mean: over all tokens; seq_mean: mean of each sequence's mean; seq_sum_const: Dr.GRPO."
     )
+    loss_agg_const: float | None = option(
+        None, "Divisor of loss_agg seq_sum_const, e.g. ${gconfig.max_new_tokens}.", gt=0
+    )
     ppo_n_minibatches: int = option(1, "Optimizer steps per batch.", ge=1)
     use_decoupled_loss: bool = option(False, "Decoupled PPO: clip around recomputed proximal log-probs (AReaL, eq. 5).")
     behave_imp_weight_cap: float | None = option(

@@ -1,0 +1,157 @@
+"""What the clipped policy-gradient algorithms have in common, from their configuration to the pure functions.
+
+An algorithm composes these; it does not inherit them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from areal_core.algorithms.advantages import action_rewards
+from areal_core.algorithms.aggregate import sequence_weights, token_weights, trained_lengths
+from areal_core.algorithms.kl import kl_estimate
+from areal_core.algorithms.losses import behaviour_weight, ppo_clip_loss, probability_ratio
+from areal_core.algorithms.norm import has_variance, normalize
+from areal_core.algorithms.segments import expand_rows
+from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput, as_stat
+from areal_core.api.configs import NormConfig, PPOActorConfig
+
+
+def shaped_rewards(config: PPOActorConfig, batch: PackedBatch) -> torch.Tensor:
+    """``clip((r + bias) * scaling, +-reward_clip)``, then ``reward_norm``; fp32 ``[B]``."""
+    scaled = (batch["rewards"] + config.reward_bias) * config.reward_scaling
+    clipped = scaled.clamp(-config.reward_clip, config.reward_clip)
+    return _normalized(config.reward_norm, clipped, batch["group_ids"], None)
+
+
+def shaped_action_rewards(config: PPOActorConfig, batch: PackedBatch, rewards: torch.Tensor) -> torch.Tensor:
+    """Rewards ``[B]`` at each last trained token, plus scaled token rewards, minus ``kl_ctl * k1`` if the KL is in the
+    reward; fp32 ``[T]``.
+    """
+    mask = batch["loss_mask"]
+    token_rewards = batch.tokens.get("token_rewards")
+    if token_rewards is not None:
+        token_rewards = token_rewards * config.reward_scaling
+    result = action_rewards(rewards, mask, batch.cu_seqlens, token_rewards)
+    if config.kl_in_reward and config.kl_ctl > 0:
+        policy = batch["prox_logprobs"] if "prox_logprobs" in batch else batch["logprobs"]
+        kl = kl_estimate(policy, batch["ref_logprobs"], "k1")
+        result = result - torch.where(mask, config.kl_ctl * kl, 0.0)
+    return result
+
+
+def normalized_advantages(config: PPOActorConfig, batch: PackedBatch, advantages: torch.Tensor) -> torch.Tensor:
+    """``adv_norm`` over trained tokens; ``[T]``."""
+    mask = batch["loss_mask"]
+    groups = expand_rows(batch["group_ids"], batch.cu_seqlens, batch.num_tokens)
+    return _normalized(config.adv_norm, advantages, groups, mask)
+
+
+def _normalized(
+    norm: NormConfig | None, values: torch.Tensor, group_ids: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    if norm is None:
+        return values
+    return normalize(
+        values,
+        group_ids,
+        mask,
+        mean_level=norm.mean_level,
+        std_level=norm.std_level,
+        mean_leave1out=norm.mean_leave1out,
+        std_unbiased=norm.std_unbiased,
+        eps=norm.eps,
+    )
+
+
+def advantage_stats(batch: PackedBatch) -> dict[str, float]:
+    """Of a whole batch with ``advantages``: raw rewards per sequence, advantages per trained token, group variance."""
+    if batch.num_seqs == 0:
+        return {}
+    rewards, group_ids, mask = batch["rewards"].double(), batch["group_ids"], batch["loss_mask"]
+    mean = rewards.mean()
+    # A group counts once, whatever its size: each sequence carries one over the size of its group.
+    _, inverse, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    share = 1.0 / sizes[inverse].double()
+    constant = (~has_variance(batch["rewards"], group_ids)).double()
+    advantages = torch.where(mask, batch["advantages"], 0.0).double()
+    trained = mask.sum().clamp(min=1)
+    lengths = trained_lengths(mask, batch.cu_seqlens).double()
+    values = {
+        "reward/mean": mean,
+        "reward/std": (rewards - mean).square().mean().sqrt(),
+        "reward/max": rewards.max(),
+        "reward/min": rewards.min(),
+        "group_zero_variance": (constant * share).sum() / share.sum(),
+        "advantage/mean": advantages.sum() / trained,
+        "advantage/abs_mean": advantages.abs().sum() / trained,
+        "advantage/max": torch.where(mask, batch["advantages"], -torch.inf).max().double(),
+        "advantage/min": torch.where(mask, batch["advantages"], torch.inf).min().double(),
+        "completion_length/mean": lengths.mean(),
+        "completion_length/max": lengths.max(),
+    }
+    numbers = torch.stack(list(values.values())).nan_to_num(posinf=0.0, neginf=0.0).tolist()
+    return dict(zip(values, numbers, strict=True))
+
+
+def clipped_policy_loss(config: PPOActorConfig, output: TokenOutput, batch: PackedBatch) -> LossOutput:
+    """Clip loss, plus KL to the reference, minus entropy bonus, aggregated by ``loss_agg`` into a sum.
+
+    Reads ``logprobs``, ``advantages`` and ``loss_mask``; with the decoupled loss ``prox_logprobs``, with a KL in the
+    loss ``ref_logprobs``.
+    """
+    mask = batch["loss_mask"]
+
+    def trained(values: torch.Tensor) -> torch.Tensor:
+        # Masked before any arithmetic: an inf at a token that is not trained would turn into a NaN gradient.
+        return torch.where(mask, values, 0.0)
+
+    advantages, logprobs, behave = trained(batch["advantages"]), trained(output.logprobs), trained(batch["logprobs"])
+    weight = token_weights(mask, batch.cu_seqlens, config.loss_agg, config.loss_agg_const)
+    old = trained(batch["prox_logprobs"]) if config.use_decoupled_loss else behave
+    ref = trained(batch["ref_logprobs"]) if "ref_logprobs" in batch else None
+
+    policy = ppo_clip_loss(logprobs, old, advantages, config.eps_clip, config.eps_clip_higher, config.c_clip)
+    per_token = policy.loss
+    stats = {
+        "ratio": as_stat(policy.ratio, mask),
+        "clip_fraction": as_stat(policy.clipped.float(), mask),
+        "advantage": as_stat(advantages, mask),
+        "approx_kl": as_stat(_approx_kl(logprobs.detach(), behave), mask),
+    }
+    if config.c_clip is not None:
+        stats["dual_clip_fraction"] = as_stat(policy.dual_clipped.float(), mask)
+    if config.use_decoupled_loss:
+        behave_weight, dropped = behaviour_weight(old, behave, config.behave_imp_weight_cap)
+        per_token = per_token * behave_weight
+        stats["behave_weight"] = as_stat(behave_weight, mask)
+        stats["behave_dropped_fraction"] = as_stat(dropped.float(), mask)
+    stats["policy_loss"] = as_stat(per_token, mask)
+    if kl_in_loss(config):
+        if ref is None:
+            raise ValueError("kl_ctl > 0 needs ref_logprobs in the batch")
+        per_token = per_token + config.kl_ctl * kl_estimate(logprobs, ref, config.kl_estimator)
+    if ref is not None:
+        stats["ref_kl"] = as_stat(kl_estimate(logprobs.detach(), ref, "k3"), mask)
+    entropy = None if output.entropy is None else trained(output.entropy)
+    if entropy is not None:
+        stats["entropy"] = as_stat(entropy, mask)
+    if config.entropy_coef > 0:
+        if entropy is None:
+            raise ValueError("entropy_coef > 0 needs output.entropy: run the engine with_entropy")
+        per_token = per_token - config.entropy_coef * entropy
+    return LossOutput((weight * per_token).sum(), stats)
+
+
+def kl_in_loss(config: PPOActorConfig) -> bool:
+    return config.kl_ctl > 0 and not config.kl_in_reward
+
+
+def row_weights(config: PPOActorConfig, batch: PackedBatch) -> torch.Tensor:
+    """The sequences' weights in the denominator that goes with ``clipped_policy_loss``; fp32 ``[B]``."""
+    return sequence_weights(batch["loss_mask"], batch.cu_seqlens, config.loss_agg)
+
+
+def _approx_kl(logprobs: torch.Tensor, behave: torch.Tensor) -> torch.Tensor:
+    """KL(behaviour || policy) per token, by k3 on the behaviour's samples."""
+    return probability_ratio(logprobs, behave) - 1 - (logprobs - behave)

@@ -53,6 +53,11 @@ class Algorithm(abc.ABC):
         """Whether the proximal policy's log-probs must be recomputed by a forward pass before the first update."""
         return False
 
+    @property
+    def zero_advantage_is_zero_gradient(self) -> bool:
+        """Whether a sequence whose advantages are all 0 adds nothing to the gradient, so that it needs no forward."""
+        return False
+
     @abc.abstractmethod
     def compute_advantages(self, batch: PackedBatch) -> tuple[PackedBatch, dict[str, float]]:
         """Add ``advantages`` fp32 ``[T]`` (and ``returns`` for a critic) to the batch; also statistics to report."""
@@ -61,6 +66,19 @@ class Algorithm(abc.ABC):
     def loss(self, output: TokenOutput, batch: PackedBatch) -> LossOutput:
         """The policy loss of one micro-batch, summed."""
 
+    def row_weights(self, batch: PackedBatch) -> torch.Tensor:
+        """fp32 ``[B]``: what each sequence counts for in the loss's denominator; its trained tokens by default.
+
+        A sequence without a gradient may be left out of the forward pass, but still counts: the trainer computes
+        these weights on the whole batch and hands them on as ``rows["loss_weights"]``.
+        """
+        import torch
+
+        counts = torch.zeros(batch.num_tokens + 1, dtype=torch.float32, device=batch.cu_seqlens.device)
+        counts[1:] = batch["loss_mask"].cumsum(0)
+        return counts[batch.cu_seqlens.long()].diff()
+
     def loss_weight(self, batch: PackedBatch) -> torch.Tensor:
-        """What a micro-batch counts for; the number of trained tokens unless the aggregation says otherwise."""
-        return batch["loss_mask"].sum()
+        """What a micro-batch counts for: the sum of its rows' ``loss_weights``."""
+        weights = batch.rows.get("loss_weights")
+        return (self.row_weights(batch) if weights is None else weights).sum()

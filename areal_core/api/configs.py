@@ -278,8 +278,8 @@ class CheckpointConfig:
     freq_secs: float | None = option(None, "Save when so many seconds have passed.", gt=0)
     keep_last: int = option(1, "Resumable checkpoints to keep, newest first.", ge=1)
     keep_best: int = option(1, "Weights to keep (Hugging Face layout) by the metric below.", ge=0)
-    metric: str = option("eval/reward", "Metric that ranks checkpoints.")
-    mode: Literal["max", "min"] = option("max", "Whether more of it is better.")
+    metric: str | None = option(None, "Metric that ranks weights; null: eval/reward (rl) or eval/loss (others).")
+    mode: Literal["max", "min"] | None = option(None, "Whether more of it is better; null: max for rewards, else min.")
     save_final: bool = option(True, "Export the final weights to weights/final.")
 
 

@@ -1,0 +1,1 @@
+"""The training loops: `rl` and `sft`, and what they share."""

@@ -1,0 +1,49 @@
+"""`areal eval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLES = """
+Examples:
+
+  areal eval examples/quickstart/grpo.yaml --weights runs/quickstart/grpo/weights/final
+
+  areal eval run.yaml valid_dataset.limit=100 eval_gconfig.temperature=0.7 --json
+"""
+
+
+def register(app: typer.Typer) -> None:
+    @app.command("eval", epilog=EXAMPLES)
+    def evaluate(
+        config: Annotated[Path, typer.Argument(help="YAML file of an rl run.", metavar="CONFIG")],
+        overrides: Annotated[
+            list[str] | None, typer.Argument(help="Values that replace the file's.", metavar="KEY=VALUE...")
+        ] = None,
+        weights: Annotated[
+            Path | None, typer.Option(help="Folder of the model to score; default: actor.path.", metavar="DIR")
+        ] = None,
+        json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    ) -> None:
+        """Score a model on the held-out split: reward, lengths, truncation."""
+        from areal_core.api.load import load_run_config
+        from areal_core.errors import BadInputError
+        from areal_core.plugins.manager import get_plugin_manager
+        from areal_core.trainer.evaluate import evaluate as run_evaluation
+
+        if weights is not None and not (weights / "config.json").is_file():
+            raise BadInputError(f"--weights: no model at {weights} (a folder with config.json and safetensors).")
+        metrics = run_evaluation(
+            load_run_config(config, overrides or []),
+            get_plugin_manager(),
+            weights=None if weights is None else str(weights),
+        )
+        from areal_core.cli.console import print_json, print_metrics
+
+        if json:
+            print_json(metrics)
+        else:
+            print_metrics(metrics, title=f"{weights or config}")

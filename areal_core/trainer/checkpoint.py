@@ -1,0 +1,150 @@
+"""Checkpoints that resume a run exactly, and weights worth keeping.
+
+``checkpoints/step-000010/`` holds each engine's training state (torch.distributed.checkpoint) and ``trainer.json``:
+step, version, data position, rollout state. ``weights/step-000010/`` holds weights in Hugging Face layout.
+A folder appears under its name only when it is complete on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_core.api.io_struct import SaveLoadMeta
+from areal_core.errors import BadInputError
+from areal_core.runs.files import atomic_dir, remove
+from areal_core.runs.run_dir import list_checkpoints
+
+if TYPE_CHECKING:
+    from areal_core.api.configs import CheckpointConfig
+    from areal_core.api.engine_api import TrainEngine
+    from areal_core.trainer.session import RunSession
+    from areal_core.trainer.world import World
+
+
+class Checkpointer:
+    """Saves and restores a run. Its methods are collective over all ranks unless they say otherwise."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run_path: Path,
+        world: World,
+        session: RunSession | None,
+        engines: Mapping[str, TrainEngine],
+        tokenizer: Any,
+        *,
+        default_metric: str,
+    ) -> None:
+        self.config = config
+        self.metric = config.metric or default_metric
+        self.mode = config.mode or ("max" if "reward" in self.metric else "min")
+        self.run_path = run_path
+        self.world = world
+        self.session = session
+        self.engines = engines
+        self.tokenizer = tokenizer
+        self._last_saved_at = time.monotonic()
+        self._last_saved_step = -1
+
+    # ------------------------------------------------------------------------------------------- training state
+
+    def due(self, step: int) -> bool:
+        """Whether to save after ``step``. Rank 0 only: ranks must not decide by their own clocks."""
+        config = self.config
+        by_step = config.freq_steps is not None and step % config.freq_steps == 0
+        by_time = config.freq_secs is not None and time.monotonic() - self._last_saved_at >= config.freq_secs
+        return by_step or by_time
+
+    def save(self, step: int, trainer_state: Mapping[str, Any]) -> None:
+        """Write the checkpoint of ``step``. ``trainer_state`` is rank 0's; JSON-compatible."""
+        if step == self._last_saved_step:
+            return
+        final = self.run_path / "checkpoints" / f"step-{step:06d}"
+        with self._folder(final) as folder:
+            for name, engine in self.engines.items():
+                engine.save(SaveLoadMeta(path=folder / name, weight_format="dcp", with_optim=True))
+            if self.world.is_main:
+                (folder / "trainer.json").write_text(json.dumps({"step": step, **trainer_state}))
+        if self.session is not None:
+            self._write_state(step=step)
+            checkpoints = [path for _, path in list_checkpoints(self.run_path)]
+            for path in checkpoints[: -self.config.keep_last]:
+                remove(path)
+            self.session.checkpoint_saved(step, final)
+        self._last_saved_at, self._last_saved_step = time.monotonic(), step
+
+    def restore(self) -> dict[str, Any] | None:
+        """Load the newest checkpoint; returns rank 0's trainer state on every rank, or None for a fresh run."""
+        latest = self.session.directory.latest_checkpoint if self.session is not None else None
+        name = self.world.agree(latest[1].name if latest is not None else None)
+        if name is None:
+            return None
+        path = self.run_path / "checkpoints" / str(name)
+        try:
+            restored: dict[str, Any] = json.loads((path / "trainer.json").read_text())
+        except (OSError, ValueError) as error:
+            raise BadInputError(
+                f"{path}: this checkpoint cannot be read ({error}). "
+                "Remove the folder to go on from the one before, or start over with another run.name."
+            ) from error
+        for engine_name, engine in self.engines.items():
+            engine.load(SaveLoadMeta(path=path / engine_name, weight_format="dcp", with_optim=True))
+        self._last_saved_step = int(restored["step"])
+        if self.session is not None:
+            # Steps after the checkpoint are done again: what they ranked is not true any more.
+            best = self.session.directory.read_state().get("best", [])
+            self._write_state(step=restored["step"], best=[b for b in best if b[0] <= restored["step"]])
+        return restored
+
+    # -------------------------------------------------------------------------------------------------- weights
+
+    def export(self, name: str, engine: TrainEngine) -> Path:
+        """Write ``weights/NAME`` in Hugging Face layout."""
+        final = self.run_path / "weights" / name
+        with self._folder(final) as folder:
+            engine.save(SaveLoadMeta(path=folder, weight_format="hf", tokenizer=self.tokenizer))
+        return final
+
+    def keep_if_best(self, step: int, metrics: Mapping[str, float], engine: TrainEngine) -> None:
+        """Export the weights if they are among the ``keep_best`` best so far by ``checkpoint.metric``."""
+        config = self.config
+        if config.keep_best == 0:
+            return
+        ranking: list[list[float]] = []
+        if self.session is not None and self.metric in metrics:
+            state = self.session.directory.read_state()
+            ranking = [entry for entry in state.get("best", []) if entry[0] != step]
+            ranking.append([step, float(metrics[self.metric])])
+            # Of equally good ones the earlier stays: it cost fewer steps.
+            ranking.sort(key=lambda entry: (-entry[1] if self.mode == "max" else entry[1], entry[0]))
+            ranking = ranking[: config.keep_best]
+        keep = bool(self.world.agree(any(entry[0] == step for entry in ranking)))
+        if keep:
+            self.export(f"step-{step:06d}", engine)
+            if self.session is not None:
+                self._write_state(best=ranking)
+                best = {f"step-{int(entry[0]):06d}" for entry in ranking}
+                for path in (self.run_path / "weights").glob("step-*"):
+                    if path.name not in best:
+                        remove(path)
+
+    # -------------------------------------------------------------------------------------------------- private
+
+    @contextmanager
+    def _folder(self, final: Path) -> Iterator[Path]:
+        """A folder that all ranks fill together; it takes its name when all are done."""
+        with ExitStack() as stack:
+            mine = stack.enter_context(atomic_dir(final, overwrite=True)) if self.world.is_main else None
+            yield Path(self.world.agree(str(mine) if mine is not None else None))
+            self.world.barrier()
+        self.world.barrier()
+
+    def _write_state(self, **changes: Any) -> None:
+        assert self.session is not None
+        directory = self.session.directory
+        directory.write_state({**directory.read_state(), **changes})

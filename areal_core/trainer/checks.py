@@ -1,0 +1,91 @@
+"""What can be found wrong with a configuration before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_core.api.configs import BaseTrainerConfig, RLConfig, TrainEngineConfig
+from areal_core.errors import BadInputError, ConfigError
+
+if TYPE_CHECKING:
+    from areal_core.api.algorithm_api import Algorithm
+
+
+def check_run(config: BaseTrainerConfig, world_size: int) -> None:
+    """Cross-field checks of any trainer.
+
+    Raises:
+        ConfigError: naming the key and what would be right.
+    """
+    for key, engine in _train_engines(config):
+        engine.parsed_backend.parallel.check_world_size(world_size, key=f"{key}.backend")
+        folder = Path(engine.path)
+        looks_local = engine.path.startswith((".", "/", "~")) or len(folder.parts) > 2
+        if looks_local and not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"no model at {engine.path!r} (a folder with config.json and safetensors, or a hub id).",
+                key=f"{key}.path",
+            )
+    actor = getattr(config, "actor", None)
+    if isinstance(actor, TrainEngineConfig) and actor.optimizer is None:
+        raise ConfigError("is missing; write e.g. `optimizer: {lr: 1e-6}`.", key="actor.optimizer")
+    evaluation = config.evaluation
+    if (evaluation.freq_steps or evaluation.at_start) and getattr(config, "valid_dataset", None) is None:
+        raise ConfigError("is missing, but `evaluation` asks for a held-out split.", key="valid_dataset")
+
+
+def check_rl(config: RLConfig, algorithm: Algorithm) -> None:
+    """Cross-field checks of `trainer: rl`."""
+    gconfig = config.gconfig
+    if config.actor.init_from_scratch:
+        raise ConfigError(
+            "rl starts from a model that already writes text; train one first with `trainer: sft`.",
+            key="actor.init_from_scratch",
+        )
+    if gconfig.is_greedy:
+        raise ConfigError(
+            "training needs samples, but decoding is greedy. Set gconfig.temperature > 0.", key="gconfig.temperature"
+        )
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(gconfig, name) != off:
+            raise ConfigError(
+                f"training samples from the whole distribution: the log-probs of sampler and trainer are taken before "
+                f"truncation, so {getattr(gconfig, name)} would bias the ratio. Use {off} (eval_gconfig may truncate).",
+                key=f"gconfig.{name}",
+            )
+    if gconfig.frequency_penalty != 0:
+        raise ConfigError(
+            "the trainer cannot reproduce a penalised distribution. Use 0 (eval_gconfig may penalise).",
+            key="gconfig.frequency_penalty",
+        )
+    batch = config.train_dataset.batch_size * gconfig.n_samples
+    for key, minibatches in (
+        ("actor.ppo_n_minibatches", config.actor.ppo_n_minibatches),
+        ("critic.ppo_n_minibatches", config.critic.ppo_n_minibatches if config.critic else 1),
+    ):
+        if batch % minibatches:
+            raise ConfigError(
+                f"{minibatches} does not divide the {batch} samples of a step "
+                f"(train_dataset.batch_size {config.train_dataset.batch_size} x gconfig.n_samples "
+                f"{gconfig.n_samples}).",
+                key=key,
+            )
+    algorithm.check(group_size=gconfig.n_samples, has_ref=config.ref is not None, has_critic=config.critic is not None)
+
+
+def check_context(max_new_tokens: int, max_length: int | None, context: int | None) -> None:
+    """Reject prompts that are allowed to be longer than the model's context leaves room for."""
+    if context is not None and max_length is not None and max_length + 1 > context:
+        raise BadInputError(
+            f"train_dataset.max_length: prompts of up to {max_length} tokens leave no room in the model's context of "
+            f"{context}. Use at most {context - max_new_tokens} with gconfig.max_new_tokens {max_new_tokens}."
+        )
+
+
+def _train_engines(config: BaseTrainerConfig) -> Iterator[tuple[str, TrainEngineConfig]]:
+    for key in ("actor", "ref", "critic"):
+        engine = getattr(config, key, None)
+        if isinstance(engine, TrainEngineConfig):
+            yield key, engine

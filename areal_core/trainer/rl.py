@@ -1,0 +1,264 @@
+"""The `rl` trainer: generate, score, compute advantages, update, hand the new weights to the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput, as_stat
+from areal_core.api.engine_api import InferenceEngine, TrainEngine
+from areal_core.api.io_struct import FinetuneSpec, WeightUpdateMeta
+from areal_core.logging import getLogger
+from areal_core.stats import StatsTracker
+from areal_core.trainer.checks import check_rl, check_run
+from areal_core.trainer.loading import (
+    build_algorithm,
+    build_inference_engine,
+    build_train_engine,
+    load_dataset,
+    load_tokenizer,
+)
+from areal_core.trainer.rollouts import Rollouts
+from areal_core.trainer.world import ShardRouter, World
+
+if TYPE_CHECKING:
+    from areal_core.api.configs import RLConfig
+    from areal_core.plugins.manager import PluginManager
+    from areal_core.trainer.session import RunSession
+    from areal_core.trainer.signals import StopSignal
+
+logger = getLogger("RLTrainer")
+
+
+class RLTrainer:
+    """Policy-gradient training on verifiable rewards.
+
+    Global rank 0 holds the whole batch of a step: it runs the rollouts, computes advantages over all of it, so that
+    group and batch statistics are exact whatever the mesh, and scatters token-balanced shards for every pass over a
+    model.
+    """
+
+    metric = "eval/reward"
+
+    def __init__(
+        self, config: RLConfig, world: World, manager: PluginManager, session: RunSession | None, stop: StopSignal
+    ) -> None:
+        check_run(config, world.size)
+        self.config = config
+        self.world = world
+        self.session = session
+        self.stats = StatsTracker()
+        self.version = 0
+        self.algorithm = build_algorithm(config, manager)
+        check_rl(config, self.algorithm)
+        self.tokenizer = load_tokenizer(
+            config.tokenizer_path or config.actor.path, trust_remote_code=config.actor.trust_remote_code
+        )
+        train_rows = load_dataset(config.train_dataset, "rl", self.tokenizer, manager, key="train_dataset")
+        spec = FinetuneSpec(
+            total_train_epochs=config.total_train_epochs,
+            dataset_size=len(train_rows),
+            train_batch_size=config.train_dataset.batch_size,
+            total_train_steps=config.total_train_steps,
+        )
+        self.total_steps, self.steps_per_epoch = spec.total_steps, spec.steps_per_epoch
+
+        self.actor = build_train_engine(config.actor, manager, key="actor")
+        self.actor.initialize(spec, role="actor")
+        self.engines: dict[str, TrainEngine] = {"actor": self.actor}
+        self.router = ShardRouter(world, self.actor)
+        self.ref: TrainEngine | None = None
+        if config.ref is not None and self.algorithm.needs_ref_logprobs:
+            self.ref = build_train_engine(config.ref, manager, key="ref")
+            self.ref.initialize(spec, role="ref")
+            self.ref.eval()
+        self.critic: TrainEngine | None = None
+        if config.critic is not None:
+            self.critic = build_train_engine(config.critic, manager, key="critic")
+            self.critic.initialize(spec, role="critic")
+            self.engines["critic"] = self.critic
+
+        self.rollouts: Rollouts | None = None
+        engine: InferenceEngine | None = None
+        if world.is_main:
+            engine = build_inference_engine(config.rollout, config.actor.dtype, manager)
+            self.rollouts = Rollouts(config, engine, self.tokenizer, train_rows, manager, session, stop)
+        self.weight_update = WeightUpdateMeta(
+            type=world.agree(_weight_update_type(config, engine) if engine is not None else None),
+            path=config.run.path / "weights" / "update",
+            chunk_mb=config.actor.weight_update.weight_chunk_mb,
+        )
+        self.actor.connect_engine(engine, self.weight_update)
+
+    # ------------------------------------------------------------------------------------------------- the loop
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.version = int(state["version"])
+        for engine in self.engines.values():
+            engine.set_version(self.version)
+        if self.rollouts is not None:
+            self.rollouts.load_state(state["rollouts"])
+
+    def start(self) -> None:
+        if self.rollouts is not None:
+            self.rollouts.start()
+        self._update_weights(self.version)
+
+    def train_step(self, step: int) -> bool:
+        stats = self.stats
+        with stats.time("step"):
+            with stats.time("rollout"):
+                batch = self.rollouts.next_batch(step, stats) if self.rollouts is not None else None
+                if not self.world.agree(batch is not None if self.world.is_main else None):
+                    return False
+            with stats.time("forward"):
+                batch = self._add_model_outputs(batch)
+            if batch is not None:
+                with stats.time("advantages"):
+                    batch, advantage_stats = self.algorithm.compute_advantages(batch)
+                    batch = batch.with_rows(loss_weights=self.algorithm.row_weights(batch))
+                    stats.scalars(advantage_stats, "train")
+            with stats.time("train"):
+                self._update_actor(batch)
+                if self.critic is not None:
+                    self._update_critic(self.critic, batch)
+            with stats.time("update_weights"):
+                self.version += 1
+                self._update_weights(self.version)
+            if batch is not None:
+                stats.scalar("train/tokens", batch.num_tokens)
+                stats.scalar("train/version", self.version)
+                stats.scalar("train/epoch", step / self.steps_per_epoch)
+        if self.rollouts is not None:
+            self.rollouts.step_finished(step)
+        return True
+
+    def evaluate(self, step: int) -> bool:
+        done = self.rollouts.evaluate(step, self.stats) if self.rollouts is not None else None
+        return bool(self.world.agree(done))
+
+    def state(self) -> dict[str, Any]:
+        assert self.rollouts is not None
+        return {"version": self.version, "rollouts": self.rollouts.state()}
+
+    def close(self) -> None:
+        if self.rollouts is not None:
+            self.rollouts.close()
+        for engine in (*self.engines.values(), self.ref):
+            if engine is not None:
+                engine.destroy()
+
+    # --------------------------------------------------------------------------------------------- model passes
+
+    def _add_model_outputs(self, batch: PackedBatch | None) -> PackedBatch | None:
+        """The log-probs and values that the algorithm needs, of models as they are before this step's update."""
+        wanted: list[tuple[str, TrainEngine, str]] = []
+        if self.ref is not None:
+            wanted.append(("ref_logprobs", self.ref, "logprobs"))
+        if self.algorithm.needs_prox_logprobs:
+            wanted.append(("prox_logprobs", self.actor, "logprobs"))
+        if self.critic is not None:
+            wanted.append(("values", self.critic, "values"))
+        for name, engine, output in wanted:
+            engine.eval()
+            parts = self._partition(batch)
+            result = engine.forward(self.router.scatter(batch, parts))
+            gathered = self.router.gather(getattr(result, output), batch, parts)
+            if batch is not None and gathered is not None:
+                batch = batch.with_tokens(**{name: gathered})
+        return batch
+
+    def _update_actor(self, batch: PackedBatch | None) -> None:
+        algorithm, actor = self.algorithm, self.actor
+        if batch is not None and self.config.actor.skip_zero_advantage and algorithm.zero_advantage_is_zero_gradient:
+            batch, skipped = _without_zero_advantage(batch)
+            self.stats.scalar("train/skipped_seqs", skipped)
+        actor.train()
+        for minibatch in self._minibatches(batch, self.config.actor.ppo_n_minibatches):
+            shard = self.router.scatter(minibatch, self._partition(minibatch))
+            results = actor.train_batch(
+                shard, self._actor_loss, algorithm.loss_weight, with_entropy=algorithm.needs_entropy
+            )
+            self._record("train", results)
+        actor.lr_scheduler_step()
+
+    def _actor_loss(self, output: TokenOutput, batch: PackedBatch) -> LossOutput:
+        """The algorithm's loss; also how far the trainer's log-probs are from the sampler's.
+
+        In synchronous mode and before the first optimizer step the two are the same model: a gap there is a bug.
+        """
+        result = self.algorithm.loss(output, batch)
+        gap = as_stat((output.logprobs - batch["logprobs"]).abs(), batch["loss_mask"])
+        return LossOutput(result.loss, {**result.stats, "logprob_gap": gap})
+
+    def _update_critic(self, critic: TrainEngine, batch: PackedBatch | None) -> None:
+        from areal_core.algorithms.losses import critic_loss
+
+        config = self.config.critic
+        assert config is not None
+        critic.train()
+        loss_fn = critic_loss(value_eps_clip=config.value_eps_clip, coef=config.value_loss_coef)
+        for minibatch in self._minibatches(batch, config.ppo_n_minibatches):
+            shard = self.router.scatter(minibatch, self._partition(minibatch))
+            self._record("critic", critic.train_batch(shard, loss_fn, lambda mb: mb["loss_mask"].sum()))
+        critic.lr_scheduler_step()
+
+    def _record(self, prefix: str, results: Mapping[str, float]) -> None:
+        """Mean over the mini-batches of a step."""
+        for name, value in results.items():
+            self.stats.ratio(f"{prefix}/{name}", value, 1)
+
+    def _minibatches(self, batch: PackedBatch | None, count: int) -> Sequence[PackedBatch | None]:
+        """``count`` parts of rank 0's batch with the samples of a prompt together; Nones on the other ranks."""
+        if count == 1 or batch is None:
+            return [batch] * count
+        from areal_core.data.partition import minibatches
+
+        parts = minibatches(batch.seqlens.tolist(), count, groups=batch["group_ids"].tolist())
+        return [batch.select(part) for part in parts]
+
+    def _partition(self, batch: PackedBatch | None) -> list[list[int]] | None:
+        if batch is None:
+            return None
+        from areal_core.data.partition import balanced_partition
+
+        return balanced_partition(batch.seqlens.tolist(), self.router.dp_size, groups=batch["group_ids"].tolist())
+
+    def _update_weights(self, version: int) -> None:
+        meta = attrs.evolve(self.weight_update, version=version)
+        if self.rollouts is not None:
+            self.rollouts.pause()
+        self.actor.update_weights(meta)
+        self.actor.set_version(version)
+        if self.rollouts is not None:
+            self.rollouts.resume(version)
+            if self.session is not None:
+                self.session.weights_updated(version, meta)
+
+
+def _weight_update_type(config: RLConfig, engine: InferenceEngine) -> str:
+    chosen = config.actor.weight_update.type
+    if chosen != "auto":
+        return chosen
+    in_process = type(engine).update_weights_from_memory is not InferenceEngine.update_weights_from_memory
+    return "memory" if in_process else "disk"
+
+
+def _without_zero_advantage(batch: PackedBatch) -> tuple[PackedBatch, int]:
+    """Leave out sequences whose advantages are all 0. Their weight in the denominator goes to the others."""
+    import torch
+
+    used = torch.zeros(batch.num_tokens + 1, dtype=torch.int64)
+    used[1:] = ((batch["advantages"] != 0) & batch["loss_mask"]).cumsum(0)
+    keep = used[batch.cu_seqlens.long()].diff() > 0
+    n_keep = int(keep.sum())
+    skipped = batch.num_seqs - n_keep
+    if skipped == 0 or n_keep == 0:
+        # Nothing to learn from at all: an empty batch makes the engine skip the step.
+        return (batch if skipped == 0 else batch.select([])), skipped
+    weights = batch["loss_weights"]
+    lost = weights[~keep].sum() / n_keep
+    kept = batch.select(torch.nonzero(keep).flatten().tolist())
+    return kept.with_rows(loss_weights=kept["loss_weights"] + lost), skipped

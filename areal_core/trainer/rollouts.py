@@ -1,0 +1,148 @@
+"""Global rank 0's side of rollouts: the sampler, the controller, the data, and the log of trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal_core.api.io_struct import GenerationHyperparameters
+from areal_core.data.loader import DataLoader
+from areal_core.data.packing import pack_trajectories
+from areal_core.rollout.build import build_workflow
+from areal_core.rollout.controller import RolloutController, RolloutStopped
+from areal_core.trainer.loading import load_dataset
+
+if TYPE_CHECKING:
+    from areal_core.api.batch import PackedBatch
+    from areal_core.api.configs import RLConfig
+    from areal_core.api.engine_api import InferenceEngine
+    from areal_core.api.io_struct import Trajectory
+    from areal_core.plugins.manager import PluginManager
+    from areal_core.stats import StatsTracker
+    from areal_core.trainer.session import RunSession
+    from areal_core.trainer.signals import StopSignal
+
+
+def default_eval_gconfig(gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
+    """Greedy, one sample, the training's lengths and stops."""
+    return gconfig.new(n_samples=1, greedy=True, seed=None)
+
+
+class Rollouts:
+    """Makes training batches and evaluations."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        engine: InferenceEngine,
+        tokenizer: Any,
+        train_rows: Sequence[dict[str, Any]] | None,
+        manager: PluginManager,
+        session: RunSession | None,
+        stop: StopSignal,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.session = session
+        self.loader: DataLoader | None = None
+        if train_rows is not None:
+            self.loader = DataLoader(
+                train_rows, config.train_dataset.batch_size, shuffle=config.train_dataset.shuffle, seed=config.seed
+            )
+        self.eval_gconfig = config.eval_gconfig or default_eval_gconfig(config.gconfig)
+        self.eval_rows: list[dict[str, Any]] = []
+        if config.valid_dataset is not None:
+            rows = load_dataset(config.valid_dataset, "rl", tokenizer, manager, key="valid_dataset")
+            limit = min(len(rows), config.evaluation.limit or len(rows))
+            self.eval_rows = [{**rows[i], "_uid": f"eval-{i}", "_index": i} for i in range(limit)]
+        workflow, self.rewards = build_workflow(config, tokenizer, manager, config.gconfig)
+        self.eval_workflow, self.eval_rewards = build_workflow(
+            config, tokenizer, manager, self.eval_gconfig, reward_fn=self.rewards
+        )
+        engine.initialize(config.actor.path, tokenizer)
+        self.controller = RolloutController(
+            engine,
+            workflow,
+            config.rollout,
+            batch_size=config.train_dataset.batch_size,
+            group_size=config.gconfig.n_samples,
+            seed=config.seed,
+            on_outcome=self._record,
+            should_stop=stop,
+        )
+        if session is not None:
+            session.directory.trajectories.tokenizer = tokenizer
+        self._step, self._split = 0, "train"
+        self._state: dict[str, Any] = {}
+
+    def start(self) -> None:
+        self.controller.start()
+        self._state = self._snapshot()
+
+    def next_batch(self, step: int, stats: StatsTracker) -> PackedBatch | None:
+        """The batch of ``step``, or None if the run was asked to stop."""
+        assert self.loader is not None, "made for evaluation only"
+        self._step, self._split = step, "train"
+        try:
+            result = self.controller.prepare_batch(self.loader)
+        except RolloutStopped:
+            return None
+        stats.scalars(result.stats, "rollout")
+        stats.scalars(self.engine.export_stats(), "engine")
+        return pack_trajectories(result.trajectories)
+
+    def step_finished(self, step: int) -> None:
+        self._state = self._snapshot()
+
+    def evaluate(self, step: int, stats: StatsTracker) -> bool:
+        """Score the held-out rows with the current weights. False if the run was asked to stop."""
+        if not self.eval_rows:
+            return True
+        self._step, self._split = step, "eval"
+        try:
+            result = self.controller.evaluate(
+                self.eval_rows, workflow=self.eval_workflow, group_size=self.eval_gconfig.n_samples
+            )
+        except RolloutStopped:
+            return False
+        stats.scalars(result.stats, "eval")
+        return True
+
+    def pause(self) -> None:
+        """No token is computed until ``resume``."""
+        self.controller.pause()
+        self.engine.pause_generation()
+
+    def resume(self, version: int) -> None:
+        """Go on with weights of ``version``."""
+        self.engine.set_version(version)
+        self.controller.set_version(version)
+        self.engine.continue_generation()
+        self.controller.resume()
+
+    def state(self) -> dict[str, Any]:
+        """As of the last finished step: a run that is interrupted in the middle of a rollout repeats that step."""
+        return self._state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        assert self.loader is not None, "made for evaluation only"
+        self.loader.load_state_dict(state["loader"])
+        self.controller.load_state_dict(state["controller"])
+
+    def close(self) -> None:
+        self.controller.stop()
+        self.rewards.close()
+        self.engine.destroy()
+
+    def _snapshot(self) -> dict[str, Any]:
+        loader = None if self.loader is None else self.loader.state_dict()
+        return {"loader": loader, "controller": self.controller.state_dict()}
+
+    def _record(self, trajectory: Trajectory | None, outcome: str, info: Mapping[str, Any]) -> None:
+        if self.session is None:
+            return
+        if trajectory is not None:
+            self.session.directory.trajectories.write(
+                self._step, trajectory, outcome=outcome, split="eval" if self._split == "eval" else "train"
+            )
+        self.session.trajectory_finished(trajectory, outcome)

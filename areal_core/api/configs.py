@@ -15,6 +15,9 @@ from areal_core.api.io_struct import GenerationHyperparameters
 from areal_core.config.fields import PluginSlot, option
 
 
+DType = Literal["float32", "bfloat16", "float16"]
+
+
 def _plugin_options() -> Any:
     return option(factory=dict, help="Validated options of the plugins named in this section.", internal=True)
 
@@ -78,13 +81,13 @@ class TrainEngineConfig:
     path: str = option(help="Hugging Face folder (or hub id) of the model.")
     backend: str = option("fsdp:d1", "Train engine and mesh, e.g. fsdp:d4t2.")
     init_from_scratch: bool = option(False, "Initialise randomly from the folder's config.json.")
-    dtype: Literal["float32", "bfloat16", "float16"] = option("bfloat16", "Type of computation.")
+    dtype: DType = option("bfloat16", "Type of computation.")
     optimizer: OptimizerConfig | None = option(None, "Leave out for a model that is not trained.")
     mb_spec: MicroBatchConfig = option(factory=MicroBatchConfig, help="Micro-batches.")
     lora: LoRAConfig | None = option(None, "Train low-rank adapters instead of all weights.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
     weight_update: WeightUpdateConfig = option(factory=WeightUpdateConfig, help="Way to the inference engine.")
-    param_dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "Type of the stored parameters.")
+    param_dtype: DType = option("float32", "Type of the stored parameters.")
     attn_impl: str = option("auto", "auto: varlen attention of the engine; else a transformers implementation name.")
     trust_remote_code: bool = option(False, "Run code that comes with the model folder.")
     temperature: float = option(1.0, "Set from gconfig.temperature.", gt=0, internal=True)
@@ -179,7 +182,7 @@ class InferenceEngineConfig:
     max_concurrent_rollouts: int | None = option(
         None, "Most episodes that run at once; None: no bound of its own.", ge=1
     )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = option(None, "Type of computation; None: the actor's.")
+    dtype: DType | None = option(None, "Type of computation; None: the actor's.")
     addresses: list[str] = option(factory=list, help="host:port of servers that somebody else runs.")
     episode_timeout: float = option(3600.0, "Seconds until a hung episode is cancelled.", gt=0)
     max_retries: int = option(2, "How often a failing episode is tried again.", ge=0)

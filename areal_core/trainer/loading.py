@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from areal_core.api.configs import DType
 from areal_core.api.dataset_api import DatasetKind
 from areal_core.errors import BadInputError
 
@@ -69,7 +70,7 @@ def build_train_engine(config: TrainEngineConfig, manager: PluginManager, *, key
     return engine
 
 
-def build_inference_engine(config: InferenceEngineConfig, dtype: str, manager: PluginManager) -> InferenceEngine:
+def build_inference_engine(config: InferenceEngineConfig, dtype: DType, manager: PluginManager) -> InferenceEngine:
     """An engine without a model yet. ``dtype`` is the actor's, for a rollout section that states none."""
     if config.dtype is None:
         config = attrs.evolve(config, dtype=dtype)

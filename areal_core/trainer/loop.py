@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 class Trainer(Protocol):
     """What the loop drives. Every method is called by every rank."""
 
-    engines: Mapping[str, TrainEngine]
     tokenizer: Any
     total_steps: int
     stats: StatsTracker
     #: The held-out metric that ranks weights unless the configuration names another.
     metric: str
+
+    @property
+    def engines(self) -> Mapping[str, TrainEngine]: ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``; the engines have loaded theirs."""

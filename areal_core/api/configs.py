@@ -14,7 +14,6 @@ from areal_core.api.alloc import Backend, parse_backend
 from areal_core.api.io_struct import GenerationHyperparameters
 from areal_core.config.fields import PluginSlot, option
 
-
 DType = Literal["float32", "bfloat16", "float16"]
 
 

@@ -34,7 +34,7 @@ class BaseArchonModel(Protocol):
         max_seqlen: int,
         tree_attn_meta: Any = None,
     ) -> torch.Tensor:
-        """Packed forward: ``tokens``, ``positions`` int64 ``[T]``, ``cu_seqlens`` int32 ``[B + 1]``; gives ``[T, V]``."""
+        """Packed forward: ``tokens``, ``positions`` int64 ``[T]``, ``cu_seqlens`` int32; gives ``[T, V]``."""
         ...
 
     def init_weights(self) -> None:

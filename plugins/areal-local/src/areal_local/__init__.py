@@ -1,0 +1,1 @@
+"""areal-local: the embedded inference engine of AReaL."""

@@ -1,0 +1,253 @@
+"""From tokens to logits: the fast decoder over the slotted cache, and a slow one that any model can use."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from areal_core.logging import getLogger
+from areal_local.attention import (
+    IMPLEMENTATION,
+    DecodePass,
+    KVCache,
+    Pass,
+    PrefillBucket,
+    PrefillPass,
+    UnsupportedModelError,
+    active_pass,
+)
+
+_logger = getLogger("LocalDecoder")
+
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+class Decoder(Protocol):
+    """Holds the keys and values of rows 0, 1, ..., and computes logits of next tokens."""
+
+    def prefill(self, sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], capacity: int) -> torch.Tensor:
+        """Read whole sequences. Sequence ``i`` is stored in every row of ``rows[i]``; logits ``[n, V]``, in order.
+
+        ``capacity``: most tokens that any row will hold soon.
+        """
+        ...
+
+    def decode(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Append one token to each of the first ``B`` rows; logits ``[B, V]``."""
+        ...
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy rows of at most ``length`` tokens."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all rows and free their memory."""
+        ...
+
+
+class SlottedDecoder:
+    """Decodes all rows in one forward pass. ``model`` must use the attention ``IMPLEMENTATION``."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, max_rows: int, prefill_tokens: int) -> None:
+        self.model, self.device = model, device
+        self.max_rows, self.prefill_tokens = max_rows, prefill_tokens
+        self.cache = KVCache(device)
+        self.dtype = next(model.parameters()).dtype
+        self.windows: dict[int, int | None] | None = None
+
+    def _tensor(self, values: Any) -> torch.Tensor:
+        tensor = torch.from_numpy(np.asarray(values, dtype=np.int64))
+        return tensor.to(self.device, non_blocking=True)
+
+    def _forward(self, current: Pass, tokens: Any, positions: torch.Tensor, keep: torch.Tensor | int) -> torch.Tensor:
+        with active_pass(_WindowRecorder(current, self.windows) if self.windows is not None else current):
+            output = self.model(
+                input_ids=self._tensor(tokens)[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=keep,
+            )
+        return output.logits[0]
+
+    def prefill(self, sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], capacity: int) -> torch.Tensor:
+        self.cache.reserve(1 + max(map(max, rows)), max(capacity, max(map(len, sequences))), self.max_rows)
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        logits: list[torch.Tensor] = []
+        chunk: list[int] = []
+        size = 0
+        for i in order:
+            if chunk and size + len(sequences[i]) > self.prefill_tokens:
+                logits.append(self._prefill_chunk(chunk, sequences, rows))
+                chunk, size = [], 0
+            chunk.append(i)
+            size += len(sequences[i])
+        logits.append(self._prefill_chunk(chunk, sequences, rows))
+        inverse = np.argsort(np.asarray(order))
+        return (logits[0] if len(logits) == 1 else torch.cat(logits))[self._tensor(inverse)]
+
+    def _prefill_chunk(
+        self, chunk: list[int], sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        lengths = [len(sequences[i]) for i in chunk]
+        ends = np.cumsum(lengths)
+        starts = (ends - lengths).tolist()
+        buckets: list[PrefillBucket] = []
+        first = 0
+        for stop in range(1, len(chunk) + 1):
+            # A bucket pads its sequences to the longest of them, inside attention only.
+            if stop < len(chunk) and lengths[stop] <= lengths[first] + lengths[first] // 4 + 8:
+                continue
+            members = chunk[first:stop]
+            source = [j for j, i in enumerate(members) for _ in rows[i]]
+            targets = [row for i in members for row in rows[i]]
+            buckets.append(PrefillBucket(starts[first:stop], lengths[first:stop], source, targets, self.device))
+            first = stop
+        tokens = np.concatenate([np.asarray(sequences[i], dtype=np.int64) for i in chunk])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        return self._forward(PrefillPass(self.cache, buckets), tokens, self._tensor(positions), self._tensor(ends - 1))
+
+    def decode(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        length = int(positions.max()) + 1
+        self.cache.reserve(len(tokens), length, self.max_rows)
+        where = self._tensor(positions)
+        return self._forward(DecodePass(self.cache, where, length, self.dtype), tokens, where, 0)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        self.cache.move(self._tensor(sources), self._tensor(targets), length)
+
+    def clear(self) -> None:
+        self.cache.clear()
+
+
+class _WindowRecorder:
+    """Notes the sliding window that each layer asked for."""
+
+    def __init__(self, inner: Pass, windows: dict[int, int | None]) -> None:
+        self.inner, self.windows = inner, windows
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        self.windows[layer] = window
+        return self.inner.attend(layer, query, key, value, scale, window, softcap)
+
+
+class RowwiseDecoder:
+    """One sequence at a time with the model's own cache: slow, and right for any causal LM."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+        parameters = inspect.signature(model.forward).parameters
+        self.cache_name = next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[1])
+        self.keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self.caches: dict[int, Any] = {}
+
+    def _forward(self, tokens: Sequence[int], cache: Any) -> tuple[torch.Tensor, Any]:
+        output = self.model(
+            input_ids=torch.tensor([list(tokens)], device=self.device),
+            use_cache=True,
+            **({self.cache_name: cache} if cache is not None else {}),
+            **self.keep,
+        )
+        return output.logits[0, -1], getattr(output, self.cache_name)
+
+    def prefill(self, sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], capacity: int) -> torch.Tensor:
+        logits = []
+        for tokens, targets in zip(sequences, rows, strict=True):
+            last, cache = self._forward(tokens, None)
+            logits.append(last)
+            for row in targets[1:]:
+                self.caches[row] = copy.deepcopy(cache)
+            self.caches[targets[0]] = cache
+        return torch.stack(logits)
+
+    def decode(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        logits = []
+        for row, token in enumerate(tokens.tolist()):
+            last, self.caches[row] = self._forward([token], self.caches[row])
+            logits.append(last)
+        return torch.stack(logits)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            self.caches[target] = self.caches.pop(source)
+
+    def clear(self) -> None:
+        self.caches.clear()
+
+
+def shared_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the modules and the config over the same parameter tensors."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, memo)
+
+
+def make_decoder(
+    model: Any, device: torch.device, max_rows: int, prefill_tokens: int, *, slow: bool = False
+) -> Decoder:
+    """The fast decoder if it gives this model's logits on a short test, else the slow one, with a warning."""
+    if slow:
+        return RowwiseDecoder(model, device)
+    original = model.config._attn_implementation
+    try:
+        with torch.inference_mode():
+            return _checked_slotted_decoder(model, device, max_rows, prefill_tokens)
+    except Exception as error:  # any failure inside a foreign model's forward means: not this way
+        model.set_attn_implementation(original)
+        _logger.warning(
+            "%s runs on the slow decoder, one sequence at a time: %s", type(model).__name__, error or type(error)
+        )
+        return RowwiseDecoder(model, device)
+
+
+def _checked_slotted_decoder(model: Any, device: torch.device, max_rows: int, prefill_tokens: int) -> SlottedDecoder:
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError("its forward has no logits_to_keep")
+    vocab = model.config.get_text_config().vocab_size
+    sequences = [[(7 * i + 3 * j) % vocab for i in range(size)] for j, size in enumerate((4, 7, 15))]
+    expected = torch.stack(
+        [model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1] for ids in sequences]
+    ).float()
+    model.set_attn_implementation(IMPLEMENTATION)
+    decoder = SlottedDecoder(model, device, max_rows=3, prefill_tokens=prefill_tokens)
+    decoder.windows = {}
+    decoder.prefill([ids[:-2] for ids in sequences], [[0], [1], [2]], 16)
+    for back in (2, 1):
+        tokens = np.array([ids[-back] for ids in sequences])
+        found = decoder.decode(tokens, np.array([len(ids) - back for ids in sequences])).float()
+    scale = 1 + float(expected.abs().max())
+    error = float((found - expected).abs().max())
+    if not error <= scale * (1e-4 if decoder.dtype == torch.float32 else 5e-2):
+        raise UnsupportedModelError(f"the fast decoder's logits differ by {error:.3g} from the model's own")
+    _check_windows(model.config.get_text_config(), decoder.windows)
+    decoder.windows = None
+    decoder.clear()
+    decoder.max_rows = max_rows
+    return decoder
+
+
+def _check_windows(config: Any, windows: dict[int, int | None]) -> None:
+    """A short test cannot see a window of thousands of tokens, so the config must agree with what layers asked for."""
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    for layer, found in windows.items():
+        kind = types[layer] if types else "sliding_attention" if window else "full_attention"
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(f"layer {layer} is of the kind {kind}")
+        if types is None and found is None and getattr(config, "use_sliding_window", True) is False:
+            continue
+        if found != (window if kind == "sliding_attention" else None):
+            raise UnsupportedModelError(f"layer {layer} ({kind}) uses the window {found}, the config says {window}")

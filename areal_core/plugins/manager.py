@@ -127,7 +127,9 @@ class PluginManager:
             return f"no plugin brings the {kind} {name!r}. There is: {sources}."
         message = f"unknown {kind} {name!r}. Known: {', '.join(known) or 'none'}.{did_you_mean(wanted, known)}"
         if not known or not did_you_mean(wanted, known):
-            message += f" Install the plugin that brings it, or write package.module:{kind.replace(' ', '_')}."
+            message += " Install the plugin that brings it"
+            # A backend's colon begins the sizes of its mesh, so engines cannot be given by import path.
+            message += "." if registry.endswith("_engines") else ", or write package.module:attribute."
         absent = [plugin for plugin in self.plugins if plugin.status != "ok"]
         # A broken plugin's names are unknown, so any of them may be the one that was meant.
         absent.sort(key=lambda plugin: wanted not in (plugin.name, *canonical(plugin.distribution).split("-")))

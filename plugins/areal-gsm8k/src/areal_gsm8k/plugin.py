@@ -13,6 +13,7 @@ def areal_datasets() -> list[Registration]:
         Registration(
             name="gsm8k",
             target="areal_gsm8k.dataset:get_gsm8k_dataset",
+            config="areal_gsm8k.config:GSM8KConfig",
             description="Grade-school math word problems, from the hub, a folder or a jsonl file",
         )
     ]
@@ -24,6 +25,7 @@ def areal_rewards() -> list[Registration]:
         Registration(
             name="gsm8k",
             target="areal_gsm8k.reward:gsm8k_reward_fn",
+            config="areal_gsm8k.config:GSM8KRewardConfig",
             description="1 if the final answer equals the reference, else 0",
         )
     ]

@@ -1,0 +1,159 @@
+"""The whole training state in torch.distributed.checkpoint: tensors only, so that nothing of ours is pickled."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from areal_core.errors import BadInputError
+from areal_fsdp.optim import ensure_state
+
+_META = "areal_state.json"
+
+
+def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """``model.NAME`` and ``optim.NAME.KEY``: the live tensors, perhaps sharded; tied parameters once."""
+    tensors: dict[str, torch.Tensor] = {}
+    persistent = model.state_dict(keep_vars=True)
+    for name, value in model.named_parameters():
+        tensors[f"model.{name}"] = value.detach()
+    for name, value in model.named_buffers():
+        if name in persistent:
+            tensors[f"model.{name}"] = value
+    if optimizer is None:
+        return tensors
+    ensure_state(optimizer)
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optim.{name}.{key}"] = value
+    return tensors
+
+
+def rng_tensors(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of this rank's random generators."""
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    if kind != "MT19937":
+        raise RuntimeError(f"numpy's global generator is {kind}, not MT19937")
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([version, *internal], dtype=torch.int64),
+        "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    return {f"rng.{rank}.{name}": value for name, value in tensors.items()}
+
+
+def set_rng(tensors: dict[str, torch.Tensor], rank: int, device: torch.device) -> None:
+    state = {name.split(".", 2)[2]: value for name, value in tensors.items() if name.startswith(f"rng.{rank}.")}
+    torch.set_rng_state(state["torch"])
+    version, *internal = state["python"].tolist()
+    has_gauss, gauss = state["python_gauss"].tolist()
+    random.setstate((version, tuple(internal), gauss if has_gauss else None))
+    position, numpy_has_gauss = state["numpy_position"].tolist()
+    keys = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, numpy_has_gauss, state["numpy_gauss"].item()))
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def save_state(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    meta: dict[str, Any],
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Write model, optimizer, generators and ``meta`` (JSON). Every rank calls it."""
+    import torch.distributed.checkpoint as dcp
+
+    state: dict[str, Any] = training_tensors(model, optimizer)
+    state.update(rng_tensors(rank, device))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=not dist.is_initialized())
+    if rank == 0:
+        text = json.dumps({**meta, "world_size": _world_size()}, indent=2)
+        (path / _META).write_text(text + "\n", encoding="utf-8")
+
+
+def load_state(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    rank: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Read what ``save_state`` wrote, also from another number of ranks; returns ``meta``.
+
+    The generators are set only if the number of ranks is the same: each rank has its own.
+
+    Raises:
+        BadInputError: if something is missing, unreadable or of another shape; nothing has changed then.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    meta = _read_meta(path)
+    reader = dcp.FileSystemReader(path)
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+    except Exception as error:
+        raise BadInputError(f"{path / '.metadata'}: cannot read the checkpoint ({error!r}).") from error
+    live = training_tensors(model, optimizer)
+    same_world = meta.get("world_size") == _world_size()
+    for name, value in live.items():
+        if name not in stored:
+            hint = " It was saved without optimizer state." if name.startswith("optim.") else ""
+            raise BadInputError(f"{path}: tensor {name!r} is missing.{hint}")
+        if tuple(stored[name].size) != tuple(value.shape):
+            raise BadInputError(
+                f"{path}: tensor {name!r} has shape {tuple(stored[name].size)}, the model needs {tuple(value.shape)}."
+            )
+    # Into new tensors first: a file that turns out to be broken must not leave a half-loaded model.
+    fresh: dict[str, Any] = {name: torch.empty_like(value) for name, value in live.items()}
+    if same_world:
+        fresh.update({k: torch.empty_like(v) for k, v in rng_tensors(rank, device).items() if k in stored})
+    try:
+        dcp.load(fresh, storage_reader=reader, no_dist=not dist.is_initialized())
+    except Exception as error:
+        raise BadInputError(f"{path}: cannot read the checkpoint ({_cause(error)}).") from error
+    with torch.no_grad():
+        for name, value in live.items():
+            value.copy_(fresh[name])
+    if same_world:
+        set_rng(fresh, rank, device)
+    return meta
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads((path / _META).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadInputError(f"{path}: no {_META}; this is not a checkpoint of the fsdp engine.") from error
+    except ValueError as error:
+        raise BadInputError(f"{path / _META}: not valid JSON ({error}).") from error
+    if not isinstance(meta, dict) or "version" not in meta:
+        raise BadInputError(f"{path / _META}: has no 'version'.")
+    return meta
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _cause(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[-1] if text else 'no message'}"

@@ -1,0 +1,20 @@
+"""Options of the ``fsdp`` engine, in YAML under ``actor.fsdp``, ``ref.fsdp`` or ``critic.fsdp``."""
+
+from __future__ import annotations
+
+import attrs
+
+from areal_core.config.fields import option
+
+
+@attrs.define(kw_only=True)
+class FSDPConfig:
+    """Options of the FSDP train engine."""
+
+    share_prompts: bool = option(True, "Compute the prompt that the samples of a group share only once.")
+    logits_chunk_tokens: int = option(
+        4096, "Tokens whose logits exist at one time; more are recomputed in the backward pass.", ge=1
+    )
+    reshard_after_forward: bool = option(True, "Free gathered parameters of a layer between forward and backward.")
+    cpu_offload: bool = option(False, "Keep sharded parameters, gradients and optimizer state in host memory.")
+    max_shard_size: str = option("5GB", "Largest safetensors file of an export.")

@@ -1,0 +1,225 @@
+"""Builds a transformers model from a Hugging Face folder, with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from areal_core.errors import BadInputError
+from areal_fsdp.attention import ATTENTION_NAME, register_attention
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+#: Layer types whose attention is fully said by "causal" and a window.
+_PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+
+def resolve_folder(path: str, *, key: str = "path") -> Path:
+    """The local folder of a model; a hub id is fetched.
+
+    Raises:
+        BadInputError: if there is neither.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if folder.is_absolute() or path.startswith(".") or path.count("/") > 1 or folder.exists():
+            raise BadInputError(f"{key}: {path} is not a folder. Give a folder in Hugging Face layout, or a hub id.")
+        folder = _fetch(path, key)
+    if not (folder / "config.json").is_file():
+        raise BadInputError(f"{key}: {folder} has no config.json. Give a folder in Hugging Face layout.")
+    return folder
+
+
+def _fetch(path: str, key: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.py"]))
+    except Exception as error:
+        raise BadInputError(
+            f"{key}: {path!r} is neither a folder nor a model that the hub gives out "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})."
+        ) from error
+
+
+def load_hf_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The transformers configuration of a folder."""
+    from transformers import AutoConfig
+
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise BadInputError(f"{folder / 'config.json'}: not valid JSON ({error}).") from error
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, AttributeError, TypeError) as error:
+        hint = " Set trust_remote_code to run the code it brings." if raw.get("auto_map") else ""
+        raise BadInputError(
+            f"{folder / 'config.json'}: transformers cannot use model type {raw.get('model_type')!r} "
+            f"({_first_line(error)}).{hint}"
+        ) from error
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raise unless every safetensors shard is there and its header is sound."""
+    from safetensors import SafetensorError, safe_open
+
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {name: [k for k, f in weight_map.items() if f == name] for name in sorted(set(weight_map.values()))}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadInputError(f"{index}: not a valid index ({error!r}). It needs a 'weight_map'.") from error
+    elif single.is_file():
+        files = {single.name: []}
+    else:
+        raise BadInputError(
+            f"{folder} has no model.safetensors and no model.safetensors.index.json. Convert the weights to "
+            "safetensors, or set init_from_scratch to start from random ones."
+        )
+    for name, tensors in files.items():
+        shard = folder / name
+        if not shard.is_file():
+            raise BadInputError(f"{shard}: missing, but {index.name} lists it. Copy the whole model folder again.")
+        try:
+            with safe_open(shard, framework="pt") as handle:
+                absent = sorted(set(tensors) - set(handle.keys()))
+        except (SafetensorError, OSError) as error:
+            raise BadInputError(f"{shard}: not a valid safetensors file ({error}). Copy the file again.") from error
+        if absent:
+            raise BadInputError(f"{shard}: lacks tensor {absent[0]!r}, which {index.name} places in it.")
+
+
+def build_model(
+    folder: Path,
+    *,
+    hf_config: Any,
+    is_critic: bool,
+    from_scratch: bool,
+    param_dtype: torch.dtype,
+    attn_impl: str,
+    trust_remote_code: bool,
+) -> nn.Module:
+    """A transformers model on the CPU, in evaluation mode.
+
+    Args:
+        is_critic: with a scalar head ``score`` instead of the language-model head; it starts random where the folder
+            has none.
+        from_scratch: random weights by torch's global generator, nothing but ``config.json`` is read.
+        attn_impl: ``auto`` for packed attention where the architecture allows it.
+
+    Raises:
+        BadInputError: naming the file or the tensor.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    auto: Any = AutoModelForCausalLM
+    if is_critic:
+        auto = AutoModelForSequenceClassification
+        hf_config.num_labels = 1
+        if hf_config.pad_token_id is None:
+            hf_config.pad_token_id = 0
+    attention = _choose_attention(auto, hf_config, attn_impl, trust_remote_code)
+    common: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
+    try:
+        if from_scratch:
+            with _quiet_transformers():
+                model = auto.from_config(hf_config, dtype=param_dtype, **common)
+        else:
+            check_weight_files(folder)
+            model = _load_weights(auto, folder, hf_config, param_dtype, common, is_critic)
+    except (ValueError, ImportError, OSError, KeyError) as error:
+        raise BadInputError(
+            f"{folder}: transformers cannot build a {'scalar-head' if is_critic else 'causal language'} model of type "
+            f"{hf_config.model_type!r} with attention {attention!r} ({_first_line(error)})."
+        ) from error
+    model.config.use_cache = False
+    if from_scratch:
+        _read_generation_config(model, folder)
+    if is_critic and not hasattr(model, "score"):
+        raise BadInputError(f"{folder}: the scalar-head model of type {hf_config.model_type!r} has no `score` layer.")
+    return model.eval()
+
+
+def _load_weights(
+    auto: Any, folder: Path, hf_config: Any, dtype: torch.dtype, common: dict[str, Any], is_critic: bool
+) -> nn.Module:
+    from safetensors import SafetensorError
+
+    try:
+        with _quiet_transformers():
+            model, info = auto.from_pretrained(
+                folder,
+                config=hf_config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **common,
+            )
+    except SafetensorError as error:
+        raise BadInputError(f"{folder}: cannot read the safetensors ({error}).") from error
+    mismatched = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
+    if mismatched:
+        raise BadInputError(
+            f"{folder}: tensor {mismatched[0]!r} does not have the shape that config.json asks for"
+            f"{f' (nor have {len(mismatched) - 1} others)' if len(mismatched) > 1 else ''}."
+        )
+    missing = sorted(k for k in info["missing_keys"] if not (is_critic and k.startswith("score.")))
+    if missing:
+        raise BadInputError(
+            f"{folder}: {len(missing)} tensors are missing from the safetensors, the first is {missing[0]!r}. "
+            "The weights do not belong to this config.json."
+        )
+    return model
+
+
+def _choose_attention(auto: Any, hf_config: Any, attn_impl: str, trust_remote_code: bool) -> str | None:
+    """The name of packed attention if the architecture works with it, else what transformers would choose."""
+    register_attention()
+    if attn_impl not in ("auto", ATTENTION_NAME):
+        return attn_impl
+    try:
+        model_class = auto._model_mapping[type(hf_config)]
+    except KeyError:  # code that comes with the folder, or no such head: transformers decides, or says why not
+        return None
+    layer_types = set(getattr(hf_config, "layer_types", None) or [])
+    supported = getattr(model_class, "_supports_attention_backend", False) and layer_types <= _PLAIN_LAYERS
+    return ATTENTION_NAME if supported else None
+
+
+def _read_generation_config(model: nn.Module, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no report of missing keys: the caller checks them."""
+    from transformers.utils import logging as hf_logging
+
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(logging.CRITICAL)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,79 @@
+"""Low-rank adapters by peft, injected into the transformers model in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from areal_core.api.configs import LoRAConfig
+from areal_core.errors import BadInputError
+
+_ADAPTER = "default"
+
+
+def add_lora(model: nn.Module, config: LoRAConfig) -> Any:
+    """Inject adapters into ``model``; its other parameters freeze. Returns the ``PeftModel`` around it.
+
+    Raises:
+        BadInputError: if the target modules are not there, or are not linear layers.
+    """
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
+
+    targets: Any = config.target_modules
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    try:
+        wrapped = get_peft_model(
+            model,
+            LoraConfig(
+                r=config.rank,
+                lora_alpha=config.alpha,
+                lora_dropout=config.dropout,
+                target_modules=targets,
+                modules_to_save=config.modules_to_save or None,
+                bias="none",
+            ),
+            autocast_adapter_dtype=False,
+        )
+    except ValueError as error:
+        names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise BadInputError(
+            f"lora.target_modules: peft cannot use {config.target_modules} ({str(error).splitlines()[0]}). "
+            f"Linear layers of this model: {', '.join(names)}."
+        ) from error
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and not module.lora_A:
+            raise BadInputError(f"lora.target_modules: {name} is not a linear layer; only those are supported.")
+    return wrapped
+
+
+def lora_layers(model: nn.Module) -> dict[str, Any]:
+    """``module name -> LoraLayer``."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def merged_weight(layer: Any, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``W + scaling * B A`` as peft's merge computes it; full tensors in, a new tensor out."""
+    delta = (b @ a) * layer.scaling[_ADAPTER]
+    return weight + (delta.T if layer.fan_in_fan_out else delta).to(weight.dtype)
+
+
+def write_adapter(wrapped: Any, state: dict[str, torch.Tensor], path: Path) -> None:
+    """Write ``adapter_model.safetensors`` and ``adapter_config.json``, as peft and servers read them.
+
+    Args:
+        state: full tensors of the trained parameters, by their name in the ``PeftModel``.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    adapter = get_peft_model_state_dict(wrapped, state_dict=state, save_embedding_layers=False)
+    save_file({k: v.contiguous() for k, v in adapter.items()}, path / "adapter_model.safetensors")
+    wrapped.peft_config[_ADAPTER].save_pretrained(path)

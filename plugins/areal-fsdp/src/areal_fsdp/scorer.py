@@ -1,0 +1,137 @@
+"""The module that the engine trains: a transformers model, and what turns its hidden states into token outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from areal_fsdp.attention import ATTENTION_NAME, take_rows
+from areal_fsdp.layout import ModelInput
+
+
+def token_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``log_softmax(logits / temperature)[targets]`` in fp32, and the entropy in nats.
+
+    Args:
+        logits: ``[S, V]``.
+        targets: int64 ``[S]``.
+
+    Returns:
+        fp32 ``[S]`` each.
+    """
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    if not with_entropy:
+        return -F.cross_entropy(logits, targets, reduction="none"), None
+    logp = logits.log_softmax(-1)
+    return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+class _GivenHidden(nn.Module):
+    """Stands in for the decoder while the head runs: returns hidden states computed before."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=self._hidden)
+
+
+class Scorer(nn.Module):
+    """Log-probs (or values) of the predicted tokens of one micro-batch.
+
+    Args:
+        model: a transformers ``...ForCausalLM``, or ``...ForSequenceClassification`` with one label for a scalar head.
+        is_critic: the head is scalar.
+        temperature: of the framework's log-prob definition.
+        logits_chunk: tokens whose logits exist at one time.
+    """
+
+    def __init__(self, model: nn.Module, *, is_critic: bool, temperature: float, logits_chunk: int) -> None:
+        super().__init__()
+        self.model = model
+        self.is_critic = is_critic
+        self.temperature = temperature
+        self.logits_chunk = logits_chunk
+        decoder = model.get_decoder()
+        # Where the decoder hangs, so that the head can run without it.
+        self._decoder_name = next(name for name, module in model.named_modules() if module is decoder)
+        self.is_packed = getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME
+
+    def forward(self, inputs: ModelInput, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs (critic: values) fp32 ``[S]`` and entropies ``[S]``; one entry of value 0 for a dummy input."""
+        hidden = self._packed_hidden(inputs) if self.is_packed else self._padded_hidden(inputs)
+        # Every rank must run the head and its backward, even with nothing to predict.
+        empty = len(inputs.rows) == 0
+        rows = torch.zeros(1, dtype=torch.int64, device=hidden.device) if empty else inputs.rows
+        targets = rows if empty else inputs.targets
+        selected = take_rows(hidden, rows)
+        if self.is_critic:
+            out, entropy = self.model.score(selected)[:, 0].float(), None
+        else:
+            out, entropy = self._logprobs(selected, targets, with_entropy)
+        return (out * 0, entropy) if empty else (out, entropy)
+
+    def _packed_hidden(self, inputs: ModelInput) -> torch.Tensor:
+        output = self._decoder()(
+            input_ids=inputs.input_ids[None],
+            position_ids=inputs.position_ids[None],
+            use_cache=False,
+            areal_plan=inputs.plan,
+        )
+        return output.last_hidden_state[0]
+
+    def _padded_hidden(self, inputs: ModelInput) -> torch.Tensor:
+        lengths = torch.tensor(inputs.lengths, device=inputs.input_ids.device)
+        real = torch.arange(max(inputs.lengths), device=lengths.device)[None, :] < lengths[:, None]
+        input_ids = torch.zeros(real.shape, dtype=torch.int64, device=lengths.device)
+        input_ids[real] = inputs.input_ids
+        output = self._decoder()(input_ids=input_ids, attention_mask=real.long(), use_cache=False)
+        return output.last_hidden_state[real]
+
+    def _decoder(self) -> nn.Module:
+        return self.model.get_submodule(self._decoder_name)
+
+    def _logprobs(
+        self, hidden: torch.Tensor, targets: torch.Tensor, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if len(hidden) <= self.logits_chunk:
+            return self._head(hidden, targets, with_entropy)
+        chunks = zip(hidden.split(self.logits_chunk), targets.split(self.logits_chunk), strict=True)
+        if torch.is_grad_enabled():
+            parts = [checkpoint(self._head, h, t, with_entropy, use_reentrant=False) for h, t in chunks]
+        else:
+            parts = [self._head(h, t, with_entropy) for h, t in chunks]
+        logprobs = torch.cat([part[0] for part in parts])
+        return logprobs, torch.cat([part[1] for part in parts]) if with_entropy else None
+
+    def _head(
+        self, hidden: torch.Tensor, targets: torch.Tensor, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # The model's own forward, so that soft-capping and scaling of its logits apply.
+        with self._decoder_replaced(_GivenHidden(hidden[None])):
+            logits = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return token_logprobs(logits, targets, self.temperature, with_entropy)
+
+    @contextmanager
+    def _decoder_replaced(self, stub: nn.Module) -> Iterator[None]:
+        parent_name, _, name = self._decoder_name.rpartition(".")
+        siblings = self.model.get_submodule(parent_name)._modules
+        decoder = siblings[name]
+        siblings[name] = stub
+        try:
+            yield
+        finally:
+            siblings[name] = decoder

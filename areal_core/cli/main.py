@@ -1,0 +1,175 @@
+"""The command line: ``areal``.
+
+Starting it must stay cheap, so nothing here, and no command module at its top level, imports more than typer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from areal_core.cli import console
+
+#: Modules of this package with ``register(app)``, in the order of the help.
+_COMMAND_MODULES = ("train", "eval", "data", "reward", "runs", "report", "config", "plugins", "doctor")
+
+_EPILOG = "Example: areal train run.yaml actor.optimizer.lr=1e-5"
+
+# typer does not export these two in every version, but its BadParameter always derives from them.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+_ClickException: Any = _UsageError.__bases__[0]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code. Errors are printed on stderr."""
+    arguments, debug = _take_debug(list(arguments))
+    try:
+        command = build_command(arguments)
+        result = command.main(args=arguments or ["--help"], prog_name="areal", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) and not isinstance(result, bool) else 0
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        console.error(str(stop.code))
+        return 1
+    except BrokenPipeError:
+        # The reader has seen enough, as in `areal config show run.yaml | head`; do not complain at exit either.
+        sys.stdout = None
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        return _report(error, debug)
+
+
+def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """``--debug`` counts wherever it stands before a ``--``."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept = [argument for argument in arguments[:end] if argument != "--debug"]
+    return kept + arguments[end:], len(kept) < end
+
+
+def _report(error: BaseException, debug: bool) -> int:
+    """Print an error the way its kind deserves; returns the exit code."""
+    from areal_core.errors import ArealError
+
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        if debug and isinstance(error, KeyboardInterrupt):
+            _print_traceback(error)
+        console.error("interrupted")
+        return 130
+    if isinstance(error, _UsageError):
+        console.error(_usage_text(error))
+        return 2
+    if isinstance(error, _ClickException):
+        console.error(error.format_message())
+        return int(getattr(error, "exit_code", 1))
+    if debug:
+        _print_traceback(error)
+    if isinstance(error, ArealError):
+        console.error(str(error))
+        return error.exit_code
+    name = type(error).__name__
+    text = str(error).strip()
+    hint = "" if debug else "\nRun with --debug for the traceback."
+    console.error(f"{name}: {text}{hint}" if text else f"{name}{hint}")
+    return 1
+
+
+def _print_traceback(error: BaseException) -> None:
+    import traceback
+
+    traceback.print_exception(error, file=sys.stderr)
+
+
+def _usage_text(error: Any) -> str:
+    path = error.ctx.command_path if getattr(error, "ctx", None) else "areal"
+    return f"{error.format_message()}\nTry '{path} --help'."
+
+
+def build_app(*, plain: bool | None = None) -> typer.Typer:
+    """The application with the kernel's own commands.
+
+    Args:
+        plain: help without rich; by default when stdout is no terminal.
+    """
+    plain = console.is_plain() if plain is None else plain
+    app = typer.Typer(
+        name="areal",
+        help="Reinforcement-learning post-training for language models.",
+        epilog=_EPILOG,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        # Help through rich takes longer to import than everything else together.
+        rich_markup_mode=None if plain else "rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for name in _COMMAND_MODULES:
+        module = f"{__package__}.{name}"
+        if importlib.util.find_spec(module) is not None:
+            importlib.import_module(module).register(app)
+    return app
+
+
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
+) -> None:
+    if version:
+        from areal_core import API_VERSION, __version__
+
+        console.stdout(f"areal-core {__version__} (plugin API {API_VERSION})")
+        raise typer.Exit
+
+
+# `--version` alone is complete; without this typer would ask for a command.
+def _wants_version(arguments: Sequence[str]) -> bool:
+    return bool(arguments) and arguments[0] == "--version"
+
+
+def build_command(arguments: Sequence[str]) -> Any:
+    """The whole command tree; plugins' commands are added when ``arguments`` could need them."""
+    app = build_app()
+    command = typer.main.get_group(app)
+    name = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if name in command.commands or _wants_version(arguments):
+        return command
+    from areal_core.plugins.discovery import any_plugin_mentions
+
+    if name is not None or any_plugin_mentions("areal_commands"):
+        add_plugin_commands(command, rich_markup_mode=app.rich_markup_mode)
+    return command
+
+
+def add_plugin_commands(command: Any, *, rich_markup_mode: Any = None) -> None:
+    """Add what plugins bring through ``areal_commands``. One that fails costs a warning, and its own commands."""
+    from areal_core.plugins import get_plugin_manager
+
+    for plugin, add in get_plugin_manager().implementations("areal_commands"):
+        try:
+            # An application of its own: a hook that fails half-way leaves nothing behind.
+            app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=rich_markup_mode)
+            add(app=app)
+            group = typer.main.get_group(app)
+        except Exception as error:
+            console.warning(f"the commands of plugin {plugin} are left out: {type(error).__name__}: {error}")
+            continue
+        for name, subcommand in group.commands.items():
+            if name in command.commands:
+                console.warning(f"plugin {plugin} has a command {name!r}, which exists already; it is left out")
+            else:
+                command.add_command(subcommand, name)
+
+
+if __name__ == "__main__":
+    main()

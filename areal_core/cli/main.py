@@ -9,11 +9,14 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from areal_core.cli import console
+
+if TYPE_CHECKING:
+    from areal_core.plugins import PluginManager
 
 #: Modules of this package with ``register(app)``, in the order of the help.
 _COMMAND_MODULES = ("train", "eval", "data", "reward", "runs", "report", "config", "plugins", "doctor")
@@ -144,18 +147,24 @@ def build_command(arguments: Sequence[str]) -> Any:
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name in command.commands or _wants_version(arguments):
         return command
-    from areal_core.plugins.discovery import any_plugin_mentions
+    from areal_core.plugins.discovery import plugins_that_mention
 
-    if name is not None or any_plugin_mentions("areal_commands"):
-        add_plugin_commands(command, rich_markup_mode=app.rich_markup_mode)
+    # Loading every plugin takes longer than showing the help, and few bring commands.
+    candidates = plugins_that_mention("areal_commands")
+    if candidates:
+        from areal_core.plugins import PluginManager
+
+        add_plugin_commands(command, PluginManager(candidates), rich_markup_mode=app.rich_markup_mode)
+    if name is not None and name not in command.commands:
+        from areal_core.plugins import get_plugin_manager
+
+        add_plugin_commands(command, get_plugin_manager(), rich_markup_mode=app.rich_markup_mode)
     return command
 
 
-def add_plugin_commands(command: Any, *, rich_markup_mode: Any = None) -> None:
+def add_plugin_commands(command: Any, manager: PluginManager, *, rich_markup_mode: Any = None) -> None:
     """Add what plugins bring through ``areal_commands``. One that fails costs a warning, and its own commands."""
-    from areal_core.plugins import get_plugin_manager
-
-    for plugin, add in get_plugin_manager().implementations("areal_commands"):
+    for plugin, add in manager.implementations("areal_commands"):
         try:
             # An application of its own: a hook that fails half-way leaves nothing behind.
             app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=rich_markup_mode)

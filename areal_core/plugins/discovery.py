@@ -99,25 +99,28 @@ def why_disabled(entry: EntryPoint) -> str | None:
     return None
 
 
-def any_plugin_mentions(hook_name: str) -> bool:
-    """Whether some plugin's source names a hook: a cheap question that imports and runs nothing.
+def plugins_that_mention(hook_name: str) -> list[EntryPoint]:
+    """The plugins whose source names a hook: a cheap question that imports and runs nothing.
 
-    Reads the entry points and the plugin modules as text. When a module's source cannot be found this way, the answer
-    is yes. Plugins that the environment disables may count.
+    Reads the entry points of installed folders, and the plugin modules, as text. A module whose source cannot be found
+    this way, or that imports with ``*``, counts as one. Distributions in other places than folders are not seen.
     """
     needle = hook_name.encode()
+    found: dict[tuple[str, str], EntryPoint] = {}
     for folder in _metadata_folders():
         try:
             text = (folder / "entry_points.txt").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        for _, module in parse_entry_points(text):
-            if module == CORE_MODULE:
+        distribution, _, version = folder.stem.partition("-")
+        for name, module in parse_entry_points(text):
+            entry = EntryPoint(name, module, canonical(distribution), version or "?")
+            if entry.is_core or why_disabled(entry) is not None:
                 continue
             source = _source_of(module)
             if source is None or needle in source or b"import *" in source:
-                return True
-    return False
+                found.setdefault((entry.distribution, name), entry)
+    return sorted(found.values(), key=lambda e: (e.distribution, e.name))
 
 
 def _metadata_folders() -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from types import ModuleType
@@ -44,13 +45,18 @@ class Entry:
     """One registration and the plugin it comes from.
 
     Attributes:
-        problem: why it cannot be used, and what would mend it; None when it can.
+        plugin_problem: what is wrong with the whole plugin, if anything is.
     """
 
     registry: str
     registration: Registration
     plugin: EntryPoint
-    problem: str | None = None
+    plugin_problem: str | None = None
+
+    @functools.cached_property
+    def problem(self) -> str | None:
+        """Why it cannot be used, and what would mend it; None when it can. Looks for the requirements when asked."""
+        return self.plugin_problem or missing_requirement(self.registration, self.plugin)
 
     @property
     def name(self) -> str:
@@ -116,10 +122,7 @@ def inspect_plugin(entry_point: EntryPoint) -> PluginInfo:
         _collect(module, registrations)
     except _Broken as error:
         reason = str(error)
-    entries = [
-        Entry(registry, registration, entry_point, reason or missing_requirement(registration, entry_point))
-        for registry, registration in registrations
-    ]
+    entries = [Entry(registry, registration, entry_point, reason) for registry, registration in registrations]
     return PluginInfo(entry_point, "broken" if reason else "ok", reason, entries, module)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -132,8 +131,8 @@ def _encode_by_prefix(
         if whole.startswith(before) and whole.startswith(through_answer):
             # Some templates open a fresh answer with more than an old one has (a thinking block): where they part the
             # answer begins.
-            prompt = os.path.commonprefix([render(index, generation_prompt=True), through_answer])
-            cuts += [(max(len(prompt), len(before)), False), (len(through_answer), True)]
+            shared = _shared_prefix(render(index, generation_prompt=True), through_answer)
+            cuts += [(max(shared, len(before)), False), (len(through_answer), True)]
         elif index + 1 == len(messages):
             raise BadInputError(
                 f"{_name(row)}: the chat template renders the conversation before message {index} otherwise than "
@@ -174,6 +173,14 @@ def _tokenize_spans(text: str, ends: Sequence[int], tokenizer: Any) -> list[list
         pieces.append(tokenizer.encode(text[position:end], add_special_tokens=False) if end > position else [])
         position = end
     return pieces
+
+
+def _shared_prefix(a: str, b: str) -> int:
+    """Characters that two texts begin with alike."""
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))
 
 
 def _length_to_eos(piece: Sequence[int], eos_token_id: int | None) -> int:

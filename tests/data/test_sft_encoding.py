@@ -149,7 +149,7 @@ def test_encode_when_row_is_unusable_expected_error_that_says_why(row: dict[str,
 
 
 def test_encode_when_tokenizer_has_no_chat_template_expected_error() -> None:
-    with pytest.raises(BadInputError, match="no chat template.*instruction-tuned"):
+    with pytest.raises(BadInputError, match=r"no chat template.*instruction-tuned"):
         encode_example({"messages": CHAT}, make_tokenizer(None))
 
 

@@ -36,7 +36,7 @@ _CHARTS = (
     _Chart(
         "KL",
         (r"(train|actor)/(approx_kl|ref_kl|kl)",),
-        "approx_kl: policy against the sampler; ref_kl: against the reference model.",
+        "approx_kl: to the sampler; ref_kl: to the reference model.",
     ),
     _Chart(
         "Clip fraction",
@@ -50,10 +50,14 @@ _CHARTS = (
     _Chart("Truncated", (r"(rollout|eval)/truncated",), "Share of completions that hit the length limit.", "%"),
     _Chart("Gradient norm", (r"(train|actor|critic)/grad_norm", "grad_norm"), "Before clipping."),
     _Chart("Learning rate", (r"(train|actor|critic)/lr", "lr")),
-    _Chart("Throughput", (r".*tokens_per_s", "derived/tokens per s"), "Tokens per second of step time."),
+    _Chart("Throughput", (r".*tokens_per_s", "trained tokens per second"), "Tokens per second of step time."),
     _Chart("Time", (r"time/.*_s",), "Seconds of a step, by phase.", "s"),
     _Chart("Staleness", (r"rollout/version_lag_(mean|max)",), "Versions between sampling and training."),
-    _Chart("Episodes", (r"(rollout)/(accepted|rejected|failed|cancelled|retries)",), "By outcome, per step."),
+    _Chart(
+        "Lost episodes",
+        (r"rollout/(rejected|failed|cancelled|retries)",),
+        "Episodes of a step that gave no sample, and repeated tries.",
+    ),
     _Chart("Value function", (r"(train|critic)/value_(error|loss|clip_fraction)", r"critic/.*")),
     _Chart("Progress", (r"(train/)?epoch",), "Epochs of the training data."),
 )
@@ -96,7 +100,7 @@ def _collect(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[floa
                 add(name, step, value)
         tokens, seconds = _number(row.get("train/tokens")), _number(row.get("time/step_s"))
         if not explicit and tokens is not None and seconds:
-            add("derived/tokens per s", step, tokens / seconds)
+            add("trained tokens per second", step, tokens / seconds)
     return series
 
 

@@ -46,6 +46,15 @@
     return result;
   }
 
+  // As many decimals as tell neighbouring ticks apart.
+  function formatTick(value, all, unit) {
+    const scale = unit === "%" ? 100 : 1;
+    const gap = all.length > 1 ? (all[1] - all[0]) * scale : 0;
+    if (gap >= 1000 || gap < 1e-4) return format(value, unit === "%" ? "%" : "");
+    const decimals = [0, 1, 2, 3, 4, 5].find((d) => Math.abs(gap - Number(gap.toFixed(d))) < gap * 1e-6) ?? 5;
+    return (value * scale).toFixed(decimals) + (unit === "%" ? " %" : "");
+  }
+
   // An exponential mean, corrected for its start from nothing.
   function smooth(values, weight) {
     let mean = 0, mass = 0;
@@ -105,11 +114,12 @@
       const clipPath = shape("clipPath", { id: clip });
       clipPath.append(shape("rect", { x: left - 3, y: top - 3, width: width - left - right + 6, height: height - top - bottom + 6 }));
       svg.replaceChildren(clipPath);
-      for (const tick of ticks(low, high, height < 150 ? 3 : 5)) {
+      const rows = ticks(low, high, height < 150 ? 3 : 5);
+      for (const tick of rows) {
         svg.append(shape("line", { class: "grid", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }));
-        svg.append(shape("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, format(tick, spec.unit === "%" ? "%" : "")));
+        svg.append(shape("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, formatTick(tick, rows, spec.unit)));
       }
-      for (const tick of ticks(first, last, Math.max(2, Math.floor(width / 90))).filter(Number.isInteger)) {
+      for (const tick of ticks(first, last, Math.max(2, Math.floor(width / 60))).filter(Number.isInteger)) {
         svg.append(shape("text", { x: x(tick), y: height - 6, "text-anchor": "middle" }, String(tick)));
       }
       const plot = shape("g", { "clip-path": `url(#${clip})` });

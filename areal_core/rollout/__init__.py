@@ -1,0 +1,1 @@
+"""Rollout: workflows played against an inference engine, in groups, within a staleness bound."""

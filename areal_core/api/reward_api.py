@@ -1,0 +1,291 @@
+"""Rewards: plain functions, run where they can neither block nor break the rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import pickle
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from typing import Any, Literal
+
+from areal_core.api import reward_worker as worker
+from areal_core.api.reward_pool import ProcessPool, Target
+from areal_core.errors import ArealError
+
+RewardErrorKind = Literal["raised", "timeout", "exited", "none", "nan", "inf", "type"]
+
+KINDS: tuple[RewardErrorKind, ...] = ("raised", "timeout", "exited", "none", "nan", "inf", "type")
+
+_CODES: Mapping[int, RewardErrorKind] = {
+    worker.RAISED: "raised",
+    worker.EXITED: "exited",
+    worker.NONE: "none",
+    worker.NAN: "nan",
+    worker.INF: "inf",
+    worker.TYPE: "type",
+}
+_POSITIONAL = frozenset(("prompt", "completions", "prompt_ids", "completion_ids"))
+
+
+class RewardError(ArealError):
+    """A reward that gave no finite number.
+
+    Attributes:
+        kind: ``raised`` (an exception), ``timeout``, ``exited`` (``sys.exit``, or the process ended), ``none``,
+            ``nan``, ``inf``, or ``type`` (a bool, str, list, tensor, ...).
+    """
+
+    def __init__(self, kind: RewardErrorKind, message: str) -> None:
+        self.kind = kind
+        super().__init__(message)
+
+
+class AsyncRewardWrapper:
+    """Makes ``await reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`` of a reward function.
+
+    * An ``async def`` function is awaited in the event loop.
+    * Any other function that can be imported by its name (also a ``functools.partial`` of one, with bound options that
+      can be pickled) runs in ``max_workers`` processes of its own, started at the first call. A process that hangs,
+      exits or crashes is replaced, and only the call that did it fails.
+    * What cannot be imported (a lambda, a closure, a bound method, a function of ``__main__``) runs in ``max_workers``
+      threads. A call that hangs there keeps its thread for good (a new one takes its place), and a call that crashes
+      takes the program with it.
+
+    The result must be a finite real number: an int, a float, or a numpy integer or float scalar. Anything else, bools
+    included, raises ``RewardError`` and is counted in ``stats``. Columns that the function has no parameter for are not
+    passed, unless it takes ``**kwargs``.
+
+    Args:
+        fn: the reward function; an ``AsyncRewardWrapper`` is used as it is.
+        timeout: seconds for one call, waiting for a free process not included.
+        max_workers: processes (or threads).
+        name: for messages.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], *, timeout: float = 15.0, max_workers: int = 1, name: str = "reward"
+    ) -> None:
+        self.fn, self.timeout, self.max_workers, self.name = fn, timeout, max_workers, name
+        self._errors: Counter[str] = Counter()
+        self._calls = 0
+        self._seconds = 0.0
+        self._inner = fn if isinstance(fn, AsyncRewardWrapper) else None
+        self._is_async = self._inner is None and _is_coroutine_function(fn)
+        self._target = None if self._inner is not None or self._is_async else import_target(fn)
+        self._accepted, self._bound = (None, frozenset[str]()) if self._inner is not None else _keywords(fn)
+        self._pool: ProcessPool | None = None
+        self._threads: _Threads | None = None
+
+    @property
+    def runs_in(self) -> Literal["event loop", "process", "thread"]:
+        """Where calls run."""
+        if self._inner is not None:
+            return self._inner.runs_in
+        if self._is_async:
+            return "event loop"
+        return "process" if self._target is not None else "thread"
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Failed calls so far by kind; every kind is present."""
+        if self._inner is not None:
+            return self._inner.stats
+        return {kind: self._errors[kind] for kind in KINDS}
+
+    def export_stats(self) -> dict[str, float]:
+        """Totals so far: calls, mean seconds waited for one, and failed calls by kind (those that occurred)."""
+        if self._inner is not None:
+            return self._inner.export_stats()
+        stats = {"reward/calls": float(self._calls), "reward/seconds": self._seconds / max(1, self._calls)}
+        stats.update({f"reward/errors/{kind}": float(count) for kind, count in sorted(self._errors.items())})
+        return stats
+
+    async def __call__(
+        self, prompt: Any, completions: Any, prompt_ids: Any = None, completion_ids: Any = None, **data: Any
+    ) -> float:
+        """Score one completion.
+
+        Raises:
+            RewardError: if the function gives no finite number.
+            BadInputError: if a worker process cannot import the function.
+        """
+        if self._inner is not None:
+            return await self._inner(prompt, completions, prompt_ids, completion_ids, **data)
+        args = (prompt, completions, prompt_ids, completion_ids)
+        if self._accepted is not None:
+            data = {key: value for key, value in data.items() if key in self._accepted}
+        elif self._bound:
+            data = {key: value for key, value in data.items() if key not in self._bound}
+        start = time.perf_counter()
+        self._calls += 1
+        try:
+            if self._is_async:
+                return await self._await(args, data)
+            code, value, message = await self._submit(args, data)
+        except TimeoutError as error:
+            raise self._error("timeout", f"took more than {self.timeout:g} s (reward.timeout)") from error
+        finally:
+            self._seconds += time.perf_counter() - start
+        if code == worker.OK:
+            return value
+        raise self._error(_CODES[code], message)
+
+    def destroy(self) -> None:
+        """End all processes. May be called twice and from any thread; a later call starts new ones."""
+        if self._inner is not None:
+            self._inner.destroy()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.close()
+
+    def _error(self, kind: RewardErrorKind, message: str) -> RewardError:
+        self._errors[kind] += 1
+        return RewardError(kind, f"reward {self.name!r} {message}")
+
+    async def _await(self, args: tuple[Any, ...], data: dict[str, Any]) -> float:
+        try:
+            async with asyncio.timeout(self.timeout) as scope:
+                result = await self.fn(*args, **data)
+        except SystemExit as error:
+            raise self._error("exited", f"called sys.exit({error.code!r})") from error
+        except Exception as error:
+            if isinstance(error, TimeoutError) and scope.expired():
+                raise
+            raise self._error("raised", worker.describe(error)) from error
+        code, value, message = worker.classify(result)
+        if code != worker.OK:
+            raise self._error(_CODES[code], message)
+        return value
+
+    def _submit(self, args: tuple[Any, ...], data: dict[str, Any]) -> asyncio.Future[tuple[int, float, str]]:
+        loop = asyncio.get_running_loop()
+        if self._target is None:
+            if self._threads is None:
+                self._threads = _Threads(self.fn, self.max_workers, self.name)
+            return self._threads.submit(loop, args, data, self.timeout)
+        if self._pool is None or self._pool.loop is not loop:
+            if self._pool is not None:
+                if self._pool.loop.is_running():
+                    raise RuntimeError(f"reward {self.name!r} is used from two event loops at the same time")
+                self._pool.close()
+            self._pool = ProcessPool(loop, self._target, self.timeout, self.max_workers, self.name)
+        try:
+            payload = pickle.dumps((args, data), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise self._error("raised", f"cannot be sent its arguments: {worker.describe(error)}") from error
+        return self._pool.submit(payload)
+
+
+def import_target(fn: Callable[..., Any]) -> Target | None:
+    """How another process can import ``fn``; None where it cannot."""
+    args: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
+    while isinstance(fn, functools.partial):
+        args, keywords, fn = (*fn.args, *args), {**fn.keywords, **keywords}, fn.func
+    module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    if not module or not qualname or module == "__main__" or "<" in qualname:
+        return None
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    if found is not fn:
+        return None
+    try:
+        bound = pickle.dumps((args, keywords), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return None
+    return Target(module, qualname, getattr(sys.modules[module], "__file__", None), bound)
+
+
+def _is_coroutine_function(fn: Any) -> bool:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+
+
+def _keywords(fn: Callable[..., Any]) -> tuple[frozenset[str] | None, frozenset[str]]:
+    """(columns it has parameters for, or None for all; names bound by a partial, which no column may replace)."""
+    bound: set[str] = set()
+    inner: Any = fn
+    while isinstance(inner, functools.partial):
+        bound |= inner.keywords.keys()
+        inner = inner.func
+    try:
+        parameters = inspect.signature(inner).parameters.values()
+    except (TypeError, ValueError):
+        return None, frozenset(bound)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None, frozenset(bound)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return frozenset(names - bound - _POSITIONAL), frozenset(bound)
+
+
+class _Threads:
+    """Daemon threads that run a function which no other process can import."""
+
+    def __init__(self, fn: Callable[..., Any], size: int, name: str) -> None:
+        self.fn, self.size, self.name = fn, size, name
+        self.queue: SimpleQueue[Any] = SimpleQueue()
+        self.started = 0
+
+    def submit(
+        self, loop: asyncio.AbstractEventLoop, args: tuple[Any, ...], data: dict[str, Any], timeout: float
+    ) -> asyncio.Future[tuple[int, float, str]]:
+        future: asyncio.Future[tuple[int, float, str]] = loop.create_future()
+        if self.started < self.size:
+            self._start()
+        self.queue.put((loop, future, args, data, timeout))
+        return future
+
+    def close(self) -> None:
+        for _ in range(self.started):
+            self.queue.put(None)
+        self.started = 0
+
+    def _start(self) -> None:
+        self.started += 1
+        threading.Thread(target=self._work, daemon=True, name=f"reward-{self.name}").start()
+
+    def _work(self) -> None:
+        while (item := self.queue.get()) is not None:
+            loop, future, args, data, timeout = item
+            state = {"done": False, "replaced": False}
+
+            def begin(
+                loop: Any = loop, future: Any = future, timeout: float = timeout, state: dict[str, bool] = state
+            ) -> None:
+                loop.call_later(timeout, self._expire, future, state)
+
+            answer: tuple[int, float, str] | None = None
+            try:
+                loop.call_soon_threadsafe(begin)
+                answer = worker.call(self.fn, args, data)
+                loop.call_soon_threadsafe(_resolve, future, answer, state)
+            except RuntimeError:
+                continue  # the loop was closed; nobody waits
+            if state["replaced"]:
+                return
+
+    def _expire(self, future: asyncio.Future[Any], state: dict[str, bool]) -> None:
+        if state["done"]:
+            return
+        state["replaced"] = True
+        self.started -= 1
+        self._start()
+        if not future.done():
+            future.set_exception(TimeoutError())
+
+
+def _resolve(future: asyncio.Future[Any], answer: tuple[int, float, str], state: dict[str, bool]) -> None:
+    state["done"] = True
+    if not future.done():
+        future.set_result(answer)

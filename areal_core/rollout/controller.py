@@ -1,0 +1,537 @@
+"""The rollout controller: the trainer's blocking face of an event loop that plays episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from areal_core.api.configs import InferenceEngineConfig
+from areal_core.api.engine_api import InferenceEngine
+from areal_core.api.io_struct import Trajectory
+from areal_core.errors import ArealError, BadInputError
+from areal_core.logging import getLogger
+from areal_core.rollout.episode import OUTCOMES, Episode, Group, Job, Outcome, RolloutInterrupted, RolloutResult
+from areal_core.rollout.runner import EpisodeRunner
+from areal_core.rollout.staleness import StalenessManager
+from areal_core.rollout.stats import outcome_stats, trajectory_stats
+
+_POLL_SECONDS = 0.1
+_BARRIER_SECONDS = 60.0
+_STOP_SECONDS = 5.0
+
+T = TypeVar("T")
+logger = getLogger("RolloutController")
+
+#: ``on_outcome(trajectory or None, outcome, info)``. ``info``: ``uid``, ``sample``, ``split``, ``reason``, ``error`` (a
+#: text or None), ``attempts``, ``seconds``, ``version`` (of the controller), all JSON-compatible.
+OutcomeCallback = Callable[[Trajectory | None, Outcome, dict[str, Any]], None]
+
+
+class RowSource(Protocol):
+    """What ``prepare_batch`` draws rows from, e.g. ``areal_core.data.loader.DataLoader``."""
+
+    def next_batch(self) -> list[dict[str, Any]]: ...
+
+
+class RolloutController:
+    """Plays episodes of a workflow against an inference engine, in an event loop of its own thread.
+
+    Every method blocks and is called from one thread, the trainer's; none of the callbacks runs in another. Waiting
+    methods ask ``should_stop`` at least every 0.2 s and raise ``RolloutInterrupted`` when it says so.
+
+    A group is the ``group_size`` episodes of one row. A complete group keeps its accepted episodes if they are at least
+    two (or all, when ``group_size`` is 1); else it is dropped, and what was accepted of it counts as rejected with the
+    reason ``incomplete_group`` (``stale_group`` for one that is too old). Every episode ends in exactly one of
+    ``accepted``, ``rejected``, ``failed`` and ``cancelled``.
+
+    Args:
+        engine: an initialised inference engine.
+        workflow: a ``RolloutWorkflow``, or a function that makes one.
+        config: ``rollout`` of the run's configuration.
+        batch_size: rows (groups) of one training step.
+        group_size: episodes per row.
+        seed: the run's seed.
+        on_outcome: told of every episode that ended, before the method that collected it returns.
+        should_accept: filter of single trajectories (reason ``filter``).
+        should_accept_group: filter of complete training groups (reason ``filtered_group``).
+        should_stop: whether the run is to end; each waiting method also takes its own.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        workflow: Any,
+        config: InferenceEngineConfig,
+        *,
+        batch_size: int,
+        group_size: int = 1,
+        seed: int = 0,
+        on_outcome: OutcomeCallback | None = None,
+        should_accept: Callable[[Trajectory], bool] | None = None,
+        should_accept_group: Callable[[list[Trajectory]], bool] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> None:
+        self.engine, self.config = engine, config
+        self.batch_size, self.group_size, self.seed = batch_size, group_size, seed
+        self.workflow = check_workflow(workflow)
+        self.on_outcome = on_outcome
+        self._should_accept, self._should_accept_group = should_accept, should_accept_group
+        self._should_stop = should_stop or (lambda: False)
+        self._staleness = StalenessManager(batch_size, config.max_head_offpolicyness)
+        self._wake = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._runner: EpisodeRunner | None = None
+        self._restored: list[dict[str, Any]] = []
+        self._serial = 0
+        self._totals: dict[str, float] = dict.fromkeys(OUTCOMES, 0.0)
+        self._dropped: dict[str, float] = {"incomplete": 0.0, "stale": 0.0, "filtered": 0.0}
+
+    # ------------------------------------------------------------------------------------------------- life cycle
+
+    @property
+    def synchronous(self) -> bool:
+        return self.config.max_head_offpolicyness == 0
+
+    @property
+    def version(self) -> int:
+        return self._staleness.version
+
+    def start(self) -> None:
+        """Start the event loop. A controller may be started again after ``stop``."""
+        if self._thread is not None:
+            return
+        loop = asyncio.new_event_loop()
+        self._staleness.running = self._staleness.waiting = 0
+        self._runner = EpisodeRunner(
+            loop,
+            self.engine,
+            self.config,
+            seed=self.seed,
+            staleness=self._staleness,
+            min_members=min(2, self.group_size),
+            episodes_per_batch=self.batch_size * self.group_size,
+            notify=self._wake.set,
+            should_accept=self._should_accept,
+            should_accept_group=self._should_accept_group,
+        )
+        self._loop = loop
+        self._thread = threading.Thread(target=self._run_loop, args=(loop,), name="rollout", daemon=True)
+        self._thread.start()
+        rows, self._restored = self._restored, []
+        if rows:
+            self._submit(rows)
+
+    def stop(self) -> None:
+        """Cancel everything that runs, and end the thread. May be called twice, and after an error."""
+        thread, loop, runner = self._thread, self._loop, self._runner
+        if thread is None or loop is None or runner is None:
+            return
+        if thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                asyncio.run_coroutine_threadsafe(_shut_down(runner), loop)
+        thread.join(_STOP_SECONDS + 5.0)
+        self._thread = self._loop = self._runner = None
+        if thread.is_alive():
+            logger.warning("the rollout thread does not end: something in an episode blocks the event loop")
+
+    def __enter__(self) -> RolloutController:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        except BaseException as error:
+            if self._runner is not None and self._runner.fatal is None:
+                self._runner.fatal = error
+        finally:
+            with contextlib.suppress(Exception):
+                loop.close()
+            self._wake.set()
+
+    @property
+    def _live(self) -> EpisodeRunner:
+        if self._runner is None:
+            raise RuntimeError("the rollout controller is not started; call start()")
+        return self._runner
+
+    def _call(self, fn: Callable[..., T], *args: Any) -> T:
+        """Run ``fn`` in the event loop's thread."""
+        self._raise_if_dead()
+        assert self._loop is not None
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._loop.call_soon_threadsafe(run)
+        while True:
+            try:
+                return future.result(timeout=_POLL_SECONDS)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise
+                self._raise_if_dead()
+
+    def _raise_if_dead(self) -> None:
+        runner = self._live
+        if self._thread is None or not self._thread.is_alive():
+            raise ArealError("the rollout's event loop has ended") from runner.fatal
+
+    def _wait(self, done: Callable[[], bool], should_stop: Callable[[], bool] | None, limit: float = 1e18) -> None:
+        """Wait until ``done`` (cheap, reads the runner's counters) or a fatal error, at most ``limit`` seconds."""
+        runner, end = self._live, time.monotonic() + limit
+        while True:
+            self._wake.clear()
+            if runner.fatal is not None:
+                raise runner.fatal
+            if done() or time.monotonic() > end:
+                return
+            self._raise_if_dead()
+            if self._should_stop() or (should_stop is not None and should_stop()):
+                raise RolloutInterrupted("the run was told to stop while it waited for episodes")
+            self._wake.wait(_POLL_SECONDS)
+
+    # ------------------------------------------------------------------------------------------------ synchronous
+
+    def rollout_batch(
+        self, rows: Sequence[Mapping[str, Any]], *, should_stop: Callable[[], bool] | None = None
+    ) -> RolloutResult:
+        """Play every row's group now and wait for all of them.
+
+        In synchronous mode the requests of all episodes reach the engine before it generates the first token, so that
+        the same batch is computed in the same way again.
+
+        Raises:
+            ArealError: if no trajectory was accepted, or too many episodes failed.
+            BadInputError: what an episode raised; nothing is tried again.
+            RolloutInterrupted: see the class.
+        """
+        start = time.monotonic()
+        job = self._job(rows, self.workflow, self.group_size, "sync")
+        self._play(job, should_stop, barrier=self.synchronous)
+        for group in job.groups:
+            if group.accepted and self._staleness.is_stale(group.first_version):
+                group.drop("stale")
+            elif not group.dropped and len(group.accepted) < self._live.min_members:
+                group.drop("incomplete")
+        self._staleness.consumed += len(job.groups)
+        result = self._collect(job.groups, "rollout", start)
+        if not result.trajectories:
+            raise nothing_accepted(job.groups, "the batch")
+        return result
+
+    def evaluate(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        workflow: Any = None,
+        *,
+        group_size: int = 1,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> RolloutResult:
+        """Play rows outside of training; training episodes that run go on beside them. Metrics are ``eval/...``.
+
+        Args:
+            rows: held-out rows.
+            workflow: another workflow, e.g. with other sampling; None: the training one.
+            group_size: episodes per row.
+
+        Raises:
+            ArealError: if no trajectory was accepted, or more failed than ``max_failure_rate``.
+        """
+        start = time.monotonic()
+        job = self._job(rows, check_workflow(workflow) if workflow is not None else self.workflow, group_size, "eval")
+        self._play(job, should_stop, barrier=self.synchronous)
+        result = self._collect(job.groups, "eval", start)
+        episodes = [episode for group in job.groups for episode in group.episodes]
+        failed = sum(episode.outcome == "failed" for episode in episodes)
+        if failed > self.config.max_failure_rate * len(episodes):
+            raise self._live.failure_error(failed, len(episodes))
+        if rows and not result.trajectories:
+            raise nothing_accepted(job.groups, "the evaluation")
+        return result
+
+    def _job(self, rows: Iterable[Mapping[str, Any]], workflow: Any, group_size: int, lane: Any) -> Job:
+        job = Job(lane)
+        split = "eval" if lane == "eval" else "train"
+        job.groups = [
+            Group(row, self._uid(row, split, i), group_size, workflow, split, job) for i, row in enumerate(rows)
+        ]
+        return job
+
+    def _uid(self, row: Mapping[str, Any], split: str, index: int) -> str:
+        uid = row.get("_uid")
+        if uid is not None:
+            return str(uid)
+        if split == "eval":
+            return f"row-{index}"
+        self._serial += 1
+        return f"row-{self._serial - 1}"
+
+    def _play(self, job: Job, should_stop: Callable[[], bool] | None, *, barrier: bool) -> None:
+        runner = self._live
+        try:
+            if barrier and job.groups:
+                self.engine.pause_generation()
+                try:
+                    self._call(runner.run_job, job)
+                    self._wait(lambda: job.barrier <= 0, should_stop, _BARRIER_SECONDS)
+                finally:
+                    self.engine.continue_generation()
+            else:
+                self._call(runner.run_job, job)
+            self._wait(lambda: job.remaining == 0, should_stop)
+        except BaseException:
+            if self._thread is not None and self._thread.is_alive():
+                self._call(runner.cancel_job, job)
+            self._report(job.groups)
+            raise
+
+    # ----------------------------------------------------------------------------------------------- asynchronous
+
+    def prepare_batch(self, dataloader: RowSource, *, should_stop: Callable[[], bool] | None = None) -> RolloutResult:
+        """The next ``batch_size`` groups whose age is within the staleness bound.
+
+        Keeps as many groups under way as the bound allows; rows come from ``dataloader`` as room appears. With
+        ``max_head_offpolicyness`` 0 this is ``rollout_batch(dataloader.next_batch())``.
+        """
+        if self.synchronous:
+            return self.rollout_batch(dataloader.next_batch(), should_stop=should_stop)
+        start = time.monotonic()
+        runner = self._live
+        while True:
+            rows: list[dict[str, Any]] = []
+            # One batch more than there is room for: what ends while the trainer is busy is replaced at once.
+            while runner.room and len(rows) < runner.room + self.batch_size:
+                rows += dataloader.next_batch()
+            if rows:
+                self._submit(rows)
+            self._wait(lambda: len(runner.ready) >= self.batch_size or runner.room > 0, should_stop)
+            if len(runner.ready) >= self.batch_size:
+                groups = self._call(runner.take, self.batch_size)
+                if groups is not None:
+                    return self._finish_async(groups, start)
+
+    def submit(self, row: Mapping[str, Any]) -> None:
+        """Queue one row's group; it starts when the staleness bound and the concurrency limit allow."""
+        self._submit([row])
+
+    def wait(self, count: int, *, should_stop: Callable[[], bool] | None = None) -> RolloutResult:
+        """The next ``count`` complete groups of submitted rows, whose age is within the bound.
+
+        Raises:
+            ArealError: if fewer than that are under way.
+        """
+        start, runner = time.monotonic(), self._live
+        while True:
+            self._wait(lambda: len(runner.ready) >= count or self._under_way() < count, should_stop)
+            groups = self._call(runner.take, count) if len(runner.ready) >= count else None
+            if groups is not None:
+                return self._finish_async(groups, start)
+            if self._under_way() < count:
+                raise ArealError(
+                    f"cannot wait for {count} groups: {self._under_way()} are under way (the others were consumed, "
+                    "dropped as incomplete or stale, or never submitted)"
+                )
+
+    def drain(self, *, should_stop: Callable[[], bool] | None = None) -> None:
+        """Wait until no submitted episode runs. Rows that have not started stay queued; results stay for ``wait``."""
+        runner = self._live
+        was_paused = self._call(runner.hold)
+        try:
+            self._wait(lambda: not runner.inside, should_stop)
+        finally:
+            self._call(runner.release, was_paused)
+
+    def pause(self) -> None:
+        """Start no submitted episode until ``resume``; those that run go on, and so do batches and evaluations."""
+        self._call(self._live.pause)
+
+    def resume(self) -> None:
+        self._call(self._live.resume)
+
+    def set_version(self, version: int) -> None:
+        """The trainer works on the step for ``version`` from now on; the engine is told separately."""
+        if self._runner is None:
+            self._staleness.set_version(version)
+        else:
+            self._call(self._runner.set_version, version)
+
+    def _under_way(self) -> int:
+        runner = self._live
+        return len(runner.ready) + len(runner.inside) + len(runner.pending)
+
+    def _submit(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        groups = [Group(r, self._uid(r, "train", 0), self.group_size, self.workflow, "train") for r in rows]
+        self._call(self._live.submit, groups)
+
+    def _finish_async(self, groups: list[Group], start: float) -> RolloutResult:
+        return self._collect(groups, "rollout", start, self._call(self._live.take_dropped))
+
+    # --------------------------------------------------------------------------------------------------- results
+
+    def _collect(self, groups: list[Group], prefix: str, start: float, dropped: Sequence[Group] = ()) -> RolloutResult:
+        trajectories: list[Trajectory] = []
+        seen: dict[str, int] = {}
+        for group in groups:
+            times = seen[group.uid] = seen.get(group.uid, 0) + 1
+            for episode in group.accepted:
+                for trajectory in episode.trajectories:
+                    if times > 1:  # the same row twice in a batch: still two groups
+                        trajectory.group_id = f"{group.uid}+{times - 1}"
+                    trajectories.append(trajectory)
+        ended = [*dropped, *groups]
+        stats = trajectory_stats(trajectories, self.version, prefix)
+        stats.update(outcome_stats((episode for group in ended for episode in group.episodes), prefix))
+        stats[f"{prefix}/seconds"] = time.monotonic() - start
+        if prefix == "rollout":
+            stats["rollout/groups"] = float(sum(bool(group.accepted) for group in groups))
+            for reason in self._dropped:
+                count = float(sum(group.dropped == reason for group in ended))
+                stats[f"rollout/{reason}_groups"] = count
+                self._dropped[reason] += count
+            stats.update(self._queue_stats())
+        self._report(ended)
+        return RolloutResult(trajectories, stats)
+
+    def _queue_stats(self) -> dict[str, float]:
+        runner = self._live
+        return {
+            "rollout/queue/pending": float(len(runner.pending)),
+            "rollout/queue/running": float(len(runner.inside)),
+            "rollout/queue/ready": float(len(runner.ready)),
+        }
+
+    def _report(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            for episode in group.episodes:
+                if group.split != "eval":
+                    self._totals[episode.outcome] += 1
+                if self.on_outcome is None:
+                    continue
+                info = _info(episode, self.version)
+                for trajectory in episode.trajectories or (None,):
+                    self.on_outcome(trajectory, episode.outcome, info)
+
+    def export_stats(self) -> dict[str, float]:
+        """Totals since the start of the controller, queue sizes, and the reward's counters."""
+        stats = {f"rollout/total/{outcome}": count for outcome, count in self._totals.items()}
+        stats.update({f"rollout/total/{name}_groups": count for name, count in self._dropped.items()})
+        if self._runner is not None:
+            stats.update(self._queue_stats())
+        export = getattr(getattr(self.workflow, "reward_fn", None), "export_stats", None)
+        if export is not None:
+            stats.update(export())
+        return stats
+
+    # ----------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-compatible state: version, counters, and the rows to play again (under way, or complete and unused).
+
+        Raises:
+            ArealError: if such a row holds values that JSON cannot.
+        """
+        rows = self._restored if self._runner is None else self._call(self._runner.unfinished_rows)
+        try:
+            rows = json.loads(json.dumps(rows))
+        except (TypeError, ValueError) as error:
+            raise ArealError(f"a row under way cannot be saved, it holds more than JSON can: {error}") from error
+        return {
+            "version": self.version,
+            "consumed": self._staleness.consumed,
+            "serial": self._serial,
+            "totals": dict(self._totals),
+            "rows": rows,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken. Before ``start``, or while nothing is under way."""
+        if self._runner is not None and self._under_way():
+            raise RuntimeError("load_state_dict while episodes are under way")
+        self._staleness.version, self._staleness.consumed = int(state["version"]), int(state["consumed"])
+        self._serial = int(state.get("serial", 0))
+        self._totals.update(state.get("totals", {}))
+        self._restored = [dict(row) for row in state["rows"]]
+        if self._runner is not None:
+            rows, self._restored = self._restored, []
+            self._submit(rows)
+
+
+async def _shut_down(runner: EpisodeRunner) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        tasks = runner.cancel_all()
+        # Also what episodes left behind: tasks that they started and did not await.
+        current = asyncio.current_task()
+        tasks += [task for task in asyncio.all_tasks(loop) if task is not current and task not in set(tasks)]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, alive = await asyncio.wait(tasks, timeout=_STOP_SECONDS)
+            if alive:
+                logger.warning("%d tasks ignore their cancellation and are abandoned", len(alive))
+    finally:
+        loop.stop()
+
+
+def check_workflow(workflow: Any) -> Any:
+    """A workflow object of a workflow or of a function that makes one; a clear error for anything else."""
+    if not hasattr(workflow, "arun_episode") and not hasattr(workflow, "run") and callable(workflow):
+        workflow = workflow()
+    if callable(getattr(workflow, "arun_episode", None)) and not isinstance(workflow, type):
+        return workflow
+    name = workflow.__name__ if isinstance(workflow, type) else type(workflow).__name__
+    if callable(getattr(workflow, "run", None)):
+        raise BadInputError(
+            f"workflow {name} is an agent (it has `run`, not `arun_episode`), which this version cannot play. "
+            "Write a RolloutWorkflow with `async def arun_episode(self, engine, data)`."
+        )
+    raise BadInputError(f"{name} is not a workflow: it has no `async def arun_episode(self, engine, data)`.")
+
+
+def nothing_accepted(groups: Sequence[Group], what: str) -> ArealError:
+    """Why no trajectory of ``groups`` could be used. Bad input where the reward is to blame, for it alone."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    counts: dict[str, int] = {}
+    for episode in episodes:
+        label = episode.outcome + (f" ({episode.reason})" if episode.reason else "")
+        counts[label] = counts.get(label, 0) + 1
+    summary = ", ".join(f"{count} {label}" for label, count in sorted(counts.items(), key=lambda item: -item[1]))
+    message = f"no episode of {what} was accepted: {summary or 'it has no rows'}."
+    errors = [episode.error for episode in episodes if episode.error is not None]
+    if errors:
+        message += f" For example: {errors[0]}"
+    by_reward = [e for e in episodes if e.error is not None and e.outcome == "rejected"]
+    if by_reward and all(e.error is not None or e.reason == "incomplete_group" for e in episodes):
+        return BadInputError(message)
+    return ArealError(message)
+
+
+def _info(episode: Episode, version: int) -> dict[str, Any]:
+    group = episode.group
+    return {
+        "uid": group.uid,
+        "sample": episode.sample,
+        "split": group.split,
+        "reason": episode.reason,
+        "error": f"{type(episode.error).__name__}: {episode.error}" if episode.error is not None else None,
+        "attempts": episode.attempts,
+        "seconds": episode.seconds,
+        "version": version,
+    }

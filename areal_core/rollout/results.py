@@ -1,0 +1,137 @@
+"""From what a workflow returned to checked trajectories."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from areal_core.api.io_struct import Trajectory
+from areal_core.errors import ArealError
+
+_TOKEN_FIELDS = ("input_ids", "loss_mask", "logprobs", "versions")
+_OPTIONAL = ("reward", "rewards", "token_rewards", "attention_mask", "stop_reason", "n_turns", "metadata")
+
+
+class WorkflowResultError(ArealError):
+    """A workflow returned something that is not a trajectory."""
+
+
+def as_trajectories(result: Any, workflow: str) -> list[Trajectory]:
+    """The trajectories of one episode; empty when the workflow rejected it (None or an empty list).
+
+    Args:
+        result: a ``Trajectory``, a dict of its fields, a list of either, or None. A dict holds ``input_ids``,
+            ``loss_mask``, ``logprobs``, ``versions`` and ``reward`` (or ``rewards``), as lists, arrays or tensors of
+            shape ``[L]`` or ``[1, L]``. Where ``attention_mask`` is given, tokens it masks are padding and left out.
+        workflow: its name, for messages.
+
+    Raises:
+        WorkflowResultError: naming the workflow, the field, what it was and what it should be.
+    """
+    if result is None:
+        return []
+    items = result if isinstance(result, (list, tuple)) else (result,)
+    trajectories = []
+    for index, item in enumerate(items):
+        where = f"workflow {workflow!r}" + (f", trajectory {index}" if len(items) > 1 else "")
+        if isinstance(item, Mapping):
+            item = _from_dict(item, where)
+        elif not isinstance(item, Trajectory):
+            raise WorkflowResultError(
+                f"{where}: returned a {type(item).__name__}. Return a Trajectory, a dict of its fields, a list of "
+                "these, or None to reject the episode."
+            )
+        _check(item, where)
+        trajectories.append(item)
+    return trajectories
+
+
+def _check(trajectory: Trajectory, where: str) -> None:
+    reward = trajectory.reward
+    if isinstance(reward, bool) or not isinstance(reward, (int, float, np.integer, np.floating)):
+        raise WorkflowResultError(f"{where}: reward is a {type(reward).__name__}; it must be a number")
+    if not math.isfinite(reward):
+        raise WorkflowResultError(f"{where}: reward is {reward}; it must be finite")
+    if not trajectory.loss_mask.any():
+        raise WorkflowResultError(
+            f"{where}: loss_mask marks no token of {len(trajectory)}; nothing could be trained. "
+            "Return None to reject the episode."
+        )
+    if not np.isfinite(trajectory.logprobs).all():
+        raise WorkflowResultError(f"{where}: logprobs holds NaN or infinite values")
+
+
+def _from_dict(item: Mapping[str, Any], where: str) -> Trajectory:
+    missing = [name for name in _TOKEN_FIELDS if name not in item]
+    if "reward" not in item and "rewards" not in item:
+        missing.append("reward")
+    if missing:
+        raise WorkflowResultError(
+            f"{where}: the dict lacks {', '.join(missing)}; it has {', '.join(map(str, item)) or 'nothing'}. "
+            "All token fields have one entry for each token of the sequence, prompt included."
+        )
+    unknown = [str(name) for name in item if name not in _TOKEN_FIELDS and name not in _OPTIONAL]
+    if unknown:
+        raise WorkflowResultError(
+            f"{where}: unknown field {', '.join(unknown)}. Known: {', '.join((*_TOKEN_FIELDS, *_OPTIONAL))}."
+        )
+    names = [*_TOKEN_FIELDS, *(name for name in ("token_rewards", "attention_mask") if item.get(name) is not None)]
+    arrays: dict[str, Any] = {name: _tokens(item[name], name, where) for name in names}
+    length = len(arrays["input_ids"])
+    for name, array in arrays.items():
+        if len(array) != length:
+            raise WorkflowResultError(f"{where}: {name} has {len(array)} entries, but input_ids has {length}")
+    if "attention_mask" in arrays:
+        keep = arrays.pop("attention_mask").astype(bool)
+        arrays = {name: array[keep] for name, array in arrays.items()}
+    rewards = item.get("rewards")
+    named: dict[str, float] = {}
+    if isinstance(rewards, Mapping):
+        named = {str(name): _number(value, f"rewards[{name!r}]", where) for name, value in rewards.items()}
+    if "reward" in item:
+        reward = _number(item["reward"], "reward", where)
+    else:
+        reward = sum(named.values()) if isinstance(rewards, Mapping) else _number(rewards, "rewards", where)
+    other: dict[str, Any] = {name: item[name] for name in ("stop_reason", "n_turns", "metadata") if name in item}
+    return Trajectory(**arrays, reward=reward, rewards=named, **other)
+
+
+def _to_numpy(value: Any, name: str, where: str) -> np.ndarray[Any, Any]:
+    # Only a program that has torch loaded can have made a tensor.
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise WorkflowResultError(f"{where}: {name} is no array: {error}") from error
+    if array.dtype.kind not in "bifu":
+        raise WorkflowResultError(
+            f"{where}: {name} is a {type(value).__name__} of {array.dtype}; it must hold numbers, one for each token"
+        )
+    return array
+
+
+def _tokens(value: Any, name: str, where: str) -> np.ndarray[Any, Any]:
+    array = _to_numpy(value, name, where)
+    if array.ndim == 2 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 1:
+        raise WorkflowResultError(f"{where}: {name} has shape {list(array.shape)}; it must be [L] or [1, L]")
+    if name == "input_ids" and array.dtype.kind not in "iu":
+        raise WorkflowResultError(f"{where}: input_ids holds {array.dtype}; it must hold integers")
+    return array
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    array = _to_numpy(value, name, where)
+    if array.size != 1 or array.dtype.kind == "b":
+        raise WorkflowResultError(
+            f"{where}: {name} has shape {list(array.shape)} and type {array.dtype}; it must be one number"
+        )
+    return float(array.reshape(()))

@@ -120,7 +120,7 @@ def make_plan(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]]) -> At
     prefix_start = np.asarray([start for start, _ in prefixes], dtype=np.int64)
     prefix_len = np.asarray([length for _, length in prefixes], dtype=np.int64)
     start = np.cumsum(count) - count
-    out_rows = np.empty(int(count.sum()), dtype=np.int64)
+    out_rows: Ints = np.empty(int(count.sum()), dtype=np.int64)
     buckets: list[Bucket] = []
     offset = 0
     for members in _assign_buckets(count, prefix_len):
@@ -159,7 +159,7 @@ def _assign_buckets(count: Ints, prefix_len: Ints) -> list[Ints]:
 def _split_sorted(order: Ints, queries: Ints, keys: Ints) -> tuple[float, list[Ints]]:
     """Cut the ordered segments where the summed cost of the buckets is least (dynamic programme over cut points)."""
     queries, keys = queries[order], keys[order]
-    changes = np.flatnonzero((np.diff(queries) != 0) | (np.diff(keys) != 0)) + 1
+    changes: Ints = np.flatnonzero((np.diff(queries) != 0) | (np.diff(keys) != 0)) + 1
     cuts = np.concatenate([[0], changes, [len(order)]])
     if len(cuts) > _MAX_CANDIDATES:
         cuts = np.unique(cuts[np.linspace(0, len(cuts) - 1, _MAX_CANDIDATES).astype(np.int64)])
@@ -167,7 +167,7 @@ def _split_sorted(order: Ints, queries: Ints, keys: Ints) -> tuple[float, list[I
     piece_queries = np.maximum.reduceat(queries, cuts[:-1])
     piece_keys = np.maximum.reduceat(keys, cuts[:-1])
     best = np.zeros(pieces + 1)
-    back = np.zeros(pieces + 1, dtype=np.int64)
+    back: Ints = np.zeros(pieces + 1, dtype=np.int64)
     for end in range(1, pieces + 1):
         # Running maxima over pieces start..end-1, for every start.
         most_queries = np.maximum.accumulate(piece_queries[:end][::-1])[::-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -189,7 +190,7 @@ class FSDPEngine(TrainEngine):
             torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
         # The only point where the host waits for the device.
         result, (grad_norm, total_weight) = run.results(norm)
-        skipped = not (torch.isfinite(torch.tensor(grad_norm)).item() and total_weight > 0 and parameters)
+        skipped = not (math.isfinite(grad_norm) and total_weight > 0 and parameters)
         if skipped:
             logger.warning("step skipped: gradient norm %s, total weight %s", grad_norm, total_weight)
         else:

@@ -60,7 +60,7 @@ def make_model_input(batch: PackedBatch, *, share_prompts: bool) -> ModelInput:
     bounds = batch.cu_seqlens.numpy().astype(np.int64)
     shared = _shared_prefixes(batch, input_ids, loss_mask, bounds) if share_prompts else {}
 
-    row_of = np.empty(len(input_ids), dtype=np.int64)
+    row_of: Ints = np.empty(len(input_ids), dtype=np.int64)
     pieces: list[Ints] = []  # packed token indices that become model rows, in order
     lengths: list[int] = []
     prefixes: list[tuple[int, int]] = []

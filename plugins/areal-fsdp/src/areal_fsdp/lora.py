@@ -31,7 +31,7 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> Any:
             model,
             LoraConfig(
                 r=config.rank,
-                lora_alpha=config.alpha,
+                lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft takes a float too
                 lora_dropout=config.dropout,
                 target_modules=targets,
                 modules_to_save=config.modules_to_save or None,

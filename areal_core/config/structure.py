@@ -54,7 +54,7 @@ class Structurer:
         converter.register_structure_hook_func(lambda t: t is type(None), _scalar)
         converter.register_structure_hook_func(_is_anything, lambda value, _: value)
         converter.register_structure_hook_func(_is_enum, _enum)
-        converter.register_structure_hook_func(lambda t: typing.get_origin(t) is Literal, _literal)
+        converter.register_structure_hook_func(_is_literal, _literal)
         converter.register_structure_hook_func(_is_sequence, self._sequence)
         converter.register_structure_hook_func(_is_mapping, self._mapping)
         converter.register_structure_hook_func(classes.is_union, self._union)
@@ -131,7 +131,7 @@ class Structurer:
         deep = [error for error in failures if any(problem.path for problem in error.problems)]
         if deep:
             raise deep[0]
-        literal = next((m for m in candidates if typing.get_origin(m) is Literal), None)
+        literal = next((m for m in candidates if _is_literal(m)), None)
         if literal is not None and len(candidates) == 1:
             _literal(value, literal, or_null=type(None) in members)
         _expected(type_, value)
@@ -240,6 +240,10 @@ class Structurer:
 
 def _is_anything(type_: Any) -> bool:
     return type_ is Any or type_ is object
+
+
+def _is_literal(type_: Any) -> bool:
+    return typing.get_origin(type_) is Literal
 
 
 def _is_enum(type_: Any) -> bool:

@@ -169,9 +169,7 @@ class Structurer:
             raise StructureError(problems)
         try:
             return cls(**arguments)
-        except BadInputError:
-            raise
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, BadInputError) as error:
             _fail(str(error))
 
     def _field(self, value: Any, field: attrs.Attribute[Any]) -> Any:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import yaml
 
+from areal_core.config.document import read_document
 from areal_core.errors import BadInputError, did_you_mean
 from areal_core.runs import lock
 from areal_core.runs.metrics import METRICS_FILE, best_metric, read_metrics
@@ -60,10 +60,9 @@ def is_run_directory(path: Path) -> bool:
 def read_config(path: Path) -> dict[str, Any]:
     """A run's configuration as plain data; empty if it cannot be read."""
     try:
-        config = yaml.safe_load((path / "config.yaml").read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return read_document(path / "config.yaml").tree
+    except BadInputError:
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,14 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal
 
-import yaml
-
+from areal_core.config.document import dump_yaml, read_document
 from areal_core.errors import BadInputError
 from areal_core.logging import getLogger
 from areal_core.runs import lock
 from areal_core.runs.environment import describe_environment
 from areal_core.runs.files import atomic_dir, atomic_write, clean_leftovers, remove, temporary_beside
-from areal_core.runs.jsonlines import dumps, to_json_value
+from areal_core.runs.jsonlines import dumps
 from areal_core.runs.metrics import METRICS_FILE, MetricsFile, read_metrics
 from areal_core.runs.trajectories import TrajectoryWriter, iter_trajectories
 
@@ -79,7 +78,7 @@ def config_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dic
 
     A key that one side lacks counts as null there.
     """
-    old, new = _flatten(to_json_value(dict(before))), _flatten(to_json_value(dict(now)))
+    old, new = _flatten(_plain(before)), _flatten(_plain(now))
     differences = {}
     for key in sorted(old.keys() | new.keys()):
         if any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_DIFFER):
@@ -117,15 +116,16 @@ def _make_usable(path: Path) -> None:
 
 def _read_config(path: Path) -> dict[str, Any] | None:
     file = path / "config.yaml"
-    try:
-        stored = yaml.safe_load(file.read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise BadInputError(f"{file}: cannot read the run's configuration: {error}") from error
-    if not isinstance(stored, dict):
-        raise BadInputError(f"{file}: not a configuration. Use another run.name, or remove the directory.")
-    return stored
+    return read_document(file).tree if file.exists() else None
+
+
+def _plain(value: Any) -> Any:
+    """What YAML can hold: tuples become lists, and what is no plain data (a path) text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, str | bool | int | float) else str(value)
 
 
 class RunDirectory:
@@ -205,7 +205,7 @@ class RunDirectory:
                 remove(leftover)
             run = cls(path, resumed=False)
         with atomic_write(path / "config.yaml") as out:
-            yaml.safe_dump(to_json_value(dict(config_plain)), out, sort_keys=False, allow_unicode=True)
+            out.write(dump_yaml(_plain(config_plain)))
         _write_environment(path, keep=resumed)
         run.write_state({**run.read_state(), "status": "running", "error": None, "started": time.time()})
         return run

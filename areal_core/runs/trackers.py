@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
 from areal_core.api.run_api import RunInfo
 from areal_core.api.tracker_api import Tracker
+from areal_core.config.plain import plugin_keywords
 from areal_core.errors import BadInputError
 from areal_core.logging import getLogger
 
@@ -17,12 +16,6 @@ if TYPE_CHECKING:
     from areal_core.plugins.manager import PluginManager
 
 logger = getLogger("Trackers")
-
-
-def _as_keywords(options: Any) -> dict[str, Any]:
-    if options is None:
-        return {}
-    return dict(options) if isinstance(options, Mapping) else attrs.asdict(options, recurse=False)
 
 
 class TrackerSet:
@@ -47,7 +40,7 @@ class TrackerSet:
         result = cls()
         for index, config in enumerate(configs):
             factory = manager.load("areal_trackers", config.name, key=f"trackers[{index}].name")
-            options = _as_keywords(config.plugin_options.get(config.name.partition("@")[0]))
+            options = plugin_keywords(config)
 
             def construct(factory: Any = factory, options: Any = options, name: str = config.name) -> None:
                 result._trackers.append((name, factory(run, **options)))

@@ -147,7 +147,8 @@ class TrajectoryWriter:
                 "logprobs": [round(value, 4) for value in trajectory.logprobs[mask].tolist()],
                 "loss_mask": run_lengths([int(value) for value in mask.tolist()]),
                 "versions": run_lengths(trajectory.versions.tolist()),
-                "metadata": trajectory.metadata,
+                # The texts stand above already.
+                "metadata": {k: v for k, v in trajectory.metadata.items() if k not in ("prompt", "completion")},
             }
         else:
             record |= {"prompt": prompt, "completion": completion}

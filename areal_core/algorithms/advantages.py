@@ -92,8 +92,7 @@ def gae(
     next_value = torch.where(after >= 0, value[after.clamp(min=0)], 0.0) if len(value) else value
     delta = torch.where(loss_mask, rewards.double() + discount * next_value - value, 0.0)
     # Tokens between turns hand the sum on unchanged; nothing comes after the last action.
-    decay = torch.where(loss_mask, discount * gae_lambda, 1.0).double()
-    decay = torch.where(after >= 0, decay, 0.0)
+    decay = torch.full_like(delta, discount * gae_lambda).masked_fill(~loss_mask, 1.0).masked_fill(after < 0, 0.0)
     advantages = torch.where(loss_mask, reverse_scan(delta, decay), 0.0)
     return advantages.to(rewards.dtype), (advantages + value).to(rewards.dtype)
 

@@ -107,7 +107,7 @@ def value_clip_loss(
     Returns:
         loss ``[T]``, and bool ``[T]``: the clip is active.
     """
-    near = old_values + (values - old_values).clamp(-value_eps_clip, value_eps_clip)
+    near = values.clamp(old_values - value_eps_clip, old_values + value_eps_clip)
     free, bounded = (values - returns).square(), (near - returns).square()
     clipped = bounded > free
     return 0.5 * torch.where(clipped, bounded, free), clipped.detach()

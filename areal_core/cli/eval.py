@@ -41,9 +41,10 @@ def register(app: typer.Typer) -> None:
             get_plugin_manager(),
             weights=None if weights is None else str(weights),
         )
-        from areal_core.cli.console import print_json, print_metrics
+        from areal_core.cli.console import print_json, print_table
 
         if json:
             print_json(metrics)
         else:
-            print_metrics(metrics, title=f"{weights or config}")
+            rows = [(name, f"{value:.4g}") for name, value in sorted(metrics.items())]
+            print_table(("metric", "value"), rows, title=f"{weights or config.name}")

@@ -9,7 +9,8 @@ from areal_core.api.io_struct import GenerationHyperparameters
 from areal_core.data.loader import DataLoader
 from areal_core.data.packing import pack_trajectories
 from areal_core.rollout.build import build_workflow
-from areal_core.rollout.controller import RolloutController, RolloutStopped
+from areal_core.rollout.controller import RolloutController
+from areal_core.rollout.episode import RolloutInterrupted
 from areal_core.trainer.loading import load_dataset
 
 if TYPE_CHECKING:
@@ -56,9 +57,7 @@ class Rollouts:
             limit = min(len(rows), config.evaluation.limit or len(rows))
             self.eval_rows = [{**rows[i], "_uid": f"eval-{i}", "_index": i} for i in range(limit)]
         workflow, self.rewards = build_workflow(config, tokenizer, manager, config.gconfig)
-        self.eval_workflow, self.eval_rewards = build_workflow(
-            config, tokenizer, manager, self.eval_gconfig, reward_fn=self.rewards
-        )
+        self.eval_workflow, _ = build_workflow(config, tokenizer, manager, self.eval_gconfig, reward=self.rewards)
         engine.initialize(config.actor.path, tokenizer)
         self.controller = RolloutController(
             engine,
@@ -72,7 +71,7 @@ class Rollouts:
         )
         if session is not None:
             session.directory.trajectories.tokenizer = tokenizer
-        self._step, self._split = 0, "train"
+        self._step = 0
         self._state: dict[str, Any] = {}
 
     def start(self) -> None:
@@ -82,12 +81,12 @@ class Rollouts:
     def next_batch(self, step: int, stats: StatsTracker) -> PackedBatch | None:
         """The batch of ``step``, or None if the run was asked to stop."""
         assert self.loader is not None, "made for evaluation only"
-        self._step, self._split = step, "train"
+        self._step = step
         try:
             result = self.controller.prepare_batch(self.loader)
-        except RolloutStopped:
+        except RolloutInterrupted:
             return None
-        stats.scalars(result.stats, "rollout")
+        stats.scalars(result.stats)
         stats.scalars(self.engine.export_stats(), "engine")
         return pack_trajectories(result.trajectories)
 
@@ -98,14 +97,14 @@ class Rollouts:
         """Score the held-out rows with the current weights. False if the run was asked to stop."""
         if not self.eval_rows:
             return True
-        self._step, self._split = step, "eval"
+        self._step = step
         try:
             result = self.controller.evaluate(
                 self.eval_rows, workflow=self.eval_workflow, group_size=self.eval_gconfig.n_samples
             )
-        except RolloutStopped:
+        except RolloutInterrupted:
             return False
-        stats.scalars(result.stats, "eval")
+        stats.scalars(result.stats)
         return True
 
     def pause(self) -> None:
@@ -131,7 +130,7 @@ class Rollouts:
 
     def close(self) -> None:
         self.controller.stop()
-        self.rewards.close()
+        self.rewards.destroy()
         self.engine.destroy()
 
     def _snapshot(self) -> dict[str, Any]:
@@ -143,6 +142,11 @@ class Rollouts:
             return
         if trajectory is not None:
             self.session.directory.trajectories.write(
-                self._step, trajectory, outcome=outcome, split="eval" if self._split == "eval" else "train"
+                self._step,
+                trajectory,
+                prompt=trajectory.metadata.get("prompt"),
+                completion=trajectory.metadata.get("completion"),
+                outcome=outcome,
+                split="eval" if info["split"] == "eval" else "train",
             )
         self.session.trajectory_finished(trajectory, outcome)

@@ -98,24 +98,9 @@ class ShardRouter:
         self, local: torch.Tensor, batch: PackedBatch | None, parts: Sequence[Sequence[int]] | None
     ) -> torch.Tensor | None:
         """Undo ``scatter`` for one per-token tensor: on rank 0 the tensor aligned with ``batch``. Collective."""
-        import torch
+        from areal_core.data.comm import gather_tokens
 
-        from areal_core.data.comm import gather_tensors
-
-        gathered = gather_tensors(local.cpu(), group=self.world.group, dst=0)
-        if gathered is None:
-            return None
-        if batch is None or parts is None:
-            raise ValueError("rank 0 must bring the batch and its parts")
-        out = torch.zeros(batch.num_tokens, dtype=local.dtype)
-        bounds = batch.cu_seqlens.tolist()
-        done: set[int] = set()
-        for rank, values in enumerate(gathered):
-            dp_rank = self.dp_ranks[rank]
-            if dp_rank in done:
-                continue
-            done.add(dp_rank)
-            spans = [torch.arange(bounds[i], bounds[i + 1]) for i in parts[dp_rank]]
-            if spans:
-                out[torch.cat(spans)] = values
-        return out
+        cu_seqlens = None if batch is None else batch.cu_seqlens
+        # Ranks of one shard bring the same values; writing them twice is harmless.
+        by_rank = None if parts is None else [parts[dp_rank] for dp_rank in self.dp_ranks]
+        return gather_tokens(local.cpu(), cu_seqlens, by_rank, group=self.world.group)

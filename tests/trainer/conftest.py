@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +29,6 @@ def tiny_model(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base_model)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(base_model).save_pretrained(folder)
     return folder
-
-
-def write_yaml(path: Path, content: dict[str, Any]) -> Path:
-    path.write_text(yaml.safe_dump(content))
-    return path
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import write_yaml
-from harness import HERE
+from trainer_harness import HERE, write_yaml
 
 from areal_core.cli.main import main
 
@@ -256,7 +255,7 @@ def test_train_when_reward_misbehaves_counts_it_and_says_so(
     # Assert
     assert outcome.code == 0, outcome.stderr
     line = json.loads((tmp_path / "runs" / "rl" / "metrics.jsonl").read_text().splitlines()[0])
-    assert line[f"rollout/reward_error_{kind}"] >= 1
+    assert line[f"rollout/rejected/reward_{kind}"] >= 1
     assert line["rollout/accepted"] + line["rollout/rejected"] == 8
     assert line["rollout/rejected"] >= 1
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import write_yaml
-from harness import HERE, areal, read_metrics, start_areal, torchrun, untimed, wait_until, weights
+from trainer_harness import HERE, areal, read_metrics, start_areal, torchrun, untimed, wait_until, weights, write_yaml
 
 from areal_core.api.load import load_run_config
+from areal_core.runs.run_dir import iter_trajectories
 from areal_core.trainer.run import train
 
 
@@ -80,13 +80,14 @@ def test_exported_weights_when_loaded_by_transformers_generate_the_same(
     # Assert
     model = AutoModelForCausalLM.from_pretrained(run / "weights" / "final", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(run / "weights" / "final")
-    lines = [json.loads(x) for x in (run / "trajectories" / "eval-00000.jsonl").read_text().splitlines()]
+    lines = list(iter_trajectories(run, split="eval"))
+    assert len(lines) == 6
     for line in lines:
-        ids = line["prompt_ids"]
+        ids, expected = line["input_ids"][: line["prompt_len"]], line["input_ids"][line["prompt_len"] :]
         output = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :].tolist()
         stops = {tokenizer.eos_token_id, tokenizer.pad_token_id}
         cut = next((i + 1 for i, token in enumerate(output) if token in stops), len(output))
-        assert line["completion_ids"] == output[:cut]
+        assert expected == output[:cut]
 
 
 @pytest.mark.slow

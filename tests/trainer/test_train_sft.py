@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import write_yaml
-from harness import areal, read_metrics, start_areal, torchrun, untimed, wait_until, weights
+from trainer_harness import areal, read_metrics, start_areal, torchrun, untimed, wait_until, weights, write_yaml
 
 from areal_core.api.load import load_run_config
 from areal_core.trainer.run import train

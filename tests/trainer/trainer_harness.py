@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 HERE = Path(__file__).parent
+
+
+def write_yaml(path: Path, content: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(content))
+    return path
 
 
 def environment() -> dict[str, str]:

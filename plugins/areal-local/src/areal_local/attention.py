@@ -101,7 +101,7 @@ class Pass(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """``query`` ``[1, heads, N, head_dim]``, ``key`` and ``value`` with ``kv_heads`` -> ``[1, N, heads, head_dim]``."""
+        """Query ``[1, heads, N, head_dim]``, key and value of ``kv_heads`` -> ``[1, N, heads, head_dim]``."""
         ...
 
 

@@ -240,7 +240,7 @@ class GenerationLoop:
         if len(penalised):
             counts = rows.generated[index[penalised]]
             tokens = np.concatenate([rows.out_tokens[index[i], : rows.generated[index[i]]] for i in penalised])
-            where = np.repeat(penalised, counts)
+            where: npt.NDArray[np.int64] = np.repeat(penalised, counts)
             amounts = rows.penalty[index[where]]
             params.penalties = (self._tensor(where), self._tensor(tokens), self._tensor(amounts))
         early = np.flatnonzero(rows.generated[index] < rows.min_out[index])

@@ -69,25 +69,25 @@ class Rows:
         self.count = 0
         self.requests: list[Pending | None] = []
         self.holes: list[int] = []
-        self.fresh = np.zeros(max_rows, dtype=np.bool_)
+        self.fresh: npt.NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
         """Rows whose keys and values must be computed from the whole sequence."""
-        self.length = np.zeros(max_rows, dtype=np.int64)
-        self.generated = np.zeros(max_rows, dtype=np.int64)
-        self.max_out = np.zeros(max_rows, dtype=np.int64)
-        self.min_out = np.zeros(max_rows, dtype=np.int64)
-        self.last = np.zeros(max_rows, dtype=np.int64)
-        self.seed = np.zeros(max_rows, dtype=np.uint64)
-        self.temperature = np.ones(max_rows, dtype=np.float32)
-        self.greedy = np.zeros(max_rows, dtype=np.bool_)
-        self.top_k = np.zeros(max_rows, dtype=np.int64)
-        self.top_p = np.ones(max_rows, dtype=np.float32)
-        self.min_p = np.zeros(max_rows, dtype=np.float32)
-        self.penalty = np.zeros(max_rows, dtype=np.float32)
-        self.strings = np.zeros(max_rows, dtype=np.bool_)
-        self.stop_ids = np.full((max_rows, 1), -1, dtype=np.int64)
-        self.out_tokens = np.zeros((max_rows, 64), dtype=np.int64)
-        self.out_logprobs = np.zeros((max_rows, 64), dtype=np.float32)
-        self.out_versions = np.zeros((max_rows, 64), dtype=np.int32)
+        self.length: npt.NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.generated: npt.NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.max_out: npt.NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.min_out: npt.NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.last: npt.NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.seed: npt.NDArray[np.uint64] = np.zeros(max_rows, dtype=np.uint64)
+        self.temperature: npt.NDArray[np.float32] = np.ones(max_rows, dtype=np.float32)
+        self.greedy: npt.NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
+        self.top_k: npt.NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.top_p: npt.NDArray[np.float32] = np.ones(max_rows, dtype=np.float32)
+        self.min_p: npt.NDArray[np.float32] = np.zeros(max_rows, dtype=np.float32)
+        self.penalty: npt.NDArray[np.float32] = np.zeros(max_rows, dtype=np.float32)
+        self.strings: npt.NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
+        self.stop_ids: npt.NDArray[np.int64] = np.full((max_rows, 1), -1, dtype=np.int64)
+        self.out_tokens: npt.NDArray[np.int64] = np.zeros((max_rows, 64), dtype=np.int64)
+        self.out_logprobs: npt.NDArray[np.float32] = np.zeros((max_rows, 64), dtype=np.float32)
+        self.out_versions: npt.NDArray[np.int32] = np.zeros((max_rows, 64), dtype=np.int32)
 
     @property
     def running(self) -> int:

@@ -87,7 +87,7 @@ def read_safetensors(folder: Path) -> list[tuple[str, torch.Tensor]]:
             raise BadInputError(f"{path}: no such file. Expected safetensors in Hugging Face layout.")
         try:
             with safe_open(str(path), framework="pt") as handle:
-                tensors += [(name, handle.get_tensor(name)) for name in handle.keys()]
+                tensors += [(name, handle.get_tensor(name)) for name in handle.keys()]  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError) as error:
             raise BadInputError(f"{path}: not a readable safetensors file: {error}") from error
     return tensors

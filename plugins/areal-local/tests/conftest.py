@@ -1,0 +1,125 @@
+"""Tiny random models, and engines over them that end with the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from areal_core.api.configs import InferenceEngineConfig
+from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
+from areal_local.config import LocalConfig
+from areal_local.engine import LocalEngine
+
+VOCAB = 97
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    # Wide enough that greedy continuations are varied and attention matters.
+    "initializer_range": 0.15,
+}
+_SMALL: dict[str, Any] = {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4, "eos_token_id": None, "bos_token_id": None}
+
+
+def build_model(kind: str, seed: int = 0, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    common = {**_COMMON, **changes}
+    small = {**_SMALL, **changes}
+    t = transformers
+    makers: dict[str, Callable[[], Any]] = {
+        "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**common)),
+        "qwen2-sliding": lambda: t.Qwen2ForCausalLM(
+            t.Qwen2Config(**common, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+        ),
+        "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**common, head_dim=16)),
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**common)),
+        "mistral": lambda: t.MistralForCausalLM(t.MistralConfig(**common, sliding_window=8)),
+        # At init gemma's norms multiply by (1 + 0), and its tied embedding makes logits that repeat one token.
+        "gemma3": lambda: t.Gemma3ForCausalLM(
+            t.Gemma3TextConfig(**{**common, "tie_word_embeddings": False}, head_dim=16, sliding_window=8)
+        ),
+        "gemma2": lambda: t.Gemma2ForCausalLM(
+            t.Gemma2Config(**{**common, "tie_word_embeddings": False}, head_dim=16, sliding_window=8)
+        ),
+        "gpt2": lambda: t.GPT2LMHeadModel(
+            t.GPT2Config(n_positions=256, n_embd=64, **{**small, "initializer_range": 0.3})
+        ),
+        "bloom": lambda: t.BloomForCausalLM(t.BloomConfig(hidden_size=64, **{**small, "initializer_range": 0.3})),
+    }
+    return makers[kind]().eval()
+
+
+@pytest.fixture
+def make_model() -> Callable[..., Any]:
+    return build_model
+
+
+@pytest.fixture
+def model() -> Any:
+    return build_model("qwen3")
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., LocalEngine]]:
+    """``make_engine(model, tokenizer=None, keep_kv=False, **local_options)``."""
+    engines: list[LocalEngine] = []
+
+    def make(model: Any, tokenizer: Any = None, keep_kv: bool = False, **options: Any) -> LocalEngine:
+        config = InferenceEngineConfig(weight_update_keep_kv=keep_kv, plugin_options={"local": LocalConfig(**options)})
+        engines.append(LocalEngine.from_model(model, config, tokenizer))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.destroy()
+
+
+@pytest.fixture
+def generate() -> Callable[..., list[ModelResponse]]:
+    """Run requests together: ``generate(engine, [(prompt, {gconfig fields}), ...])``. Admitted in one step."""
+
+    def run(engine: LocalEngine, jobs: list[tuple[list[int], dict[str, Any]]], **common: Any) -> list[ModelResponse]:
+        async def main() -> list[ModelResponse]:
+            engine.pause_generation()
+            tasks = [
+                asyncio.ensure_future(
+                    engine.agenerate(
+                        ModelRequest(input_ids=list(prompt), gconfig=GenerationHyperparameters(**{**common, **fields}))
+                    )
+                )
+                for prompt, fields in jobs
+            ]
+            await asyncio.sleep(0)
+            engine.continue_generation()
+            return list(await asyncio.gather(*tasks))
+
+        return asyncio.run(main())
+
+    return run
+
+
+def plain_logprobs(model: Any, tokens: list[int], start: int, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of ``tokens[start:]`` by one plain forward, fp64 softmax."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0].double() / temperature
+    logp = torch.log_softmax(logits, dim=-1)
+    index = torch.arange(start, len(tokens))
+    return logp[index - 1, torch.tensor(tokens)[index]].float()
+
+
+@pytest.fixture
+def reference_logprobs() -> Callable[..., torch.Tensor]:
+    return plain_logprobs

@@ -107,7 +107,7 @@ def test_get_when_plugin_is_broken_but_name_known_says_why(load: Load) -> None:
     source = reward_plugin("unit") + "\n@hookimpl\ndef areal_datasets():\n    raise RuntimeError('boom')\n"
     manager = load(("fake-broken", "fake_broken", source))
 
-    with pytest.raises(PluginError, match="'unit' of fake-broken cannot be used.*areal_datasets failed.*boom"):
+    with pytest.raises(PluginError, match=r"'unit' of fake-broken cannot be used.*areal_datasets failed.*boom"):
         manager.get("areal_rewards", "unit")
 
 

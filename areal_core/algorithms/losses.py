@@ -65,7 +65,7 @@ def ppo_clip_loss(
         bound = -advantages * c_clip
         dual_clipped = (advantages < 0) & (loss > bound)
         loss = torch.where(dual_clipped, bound, loss)
-    return PolicyLoss(loss, ratio.detach(), clipped.detach() & ~dual_clipped, dual_clipped.detach())
+    return PolicyLoss(loss, ratio.detach(), clipped.detach(), dual_clipped.detach())
 
 
 def behaviour_weight(

@@ -188,6 +188,7 @@ def test_reverse_scan_expected_recurrence(size: int, seed: int) -> None:
     torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(-5, 5)))
 def test_dense_groups_expected_rank_of_the_id(ids: list[int]) -> None:
     result = dense_groups(torch.tensor(ids, dtype=torch.int64))

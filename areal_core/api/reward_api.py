@@ -170,8 +170,8 @@ class AsyncRewardWrapper:
         loop = asyncio.get_running_loop()
         if self._target is None:
             if self._threads is None:
-                self._threads = _Threads(self.fn, self.max_workers, self.name)
-            return self._threads.submit(loop, args, data, self.timeout)
+                self._threads = _Threads(self.fn, self.max_workers, self.timeout, self.name)
+            return self._threads.submit(loop, args, data)
         if self._pool is None or self._pool.loop is not loop:
             if self._pool is not None:
                 if self._pool.loop.is_running():
@@ -229,22 +229,41 @@ def _keywords(fn: Callable[..., Any]) -> tuple[frozenset[str] | None, frozenset[
     return frozenset(names - bound - _POSITIONAL), frozenset(bound)
 
 
+class _ThreadCall:
+    """One call on its way through a thread; everything but ``replaced`` belongs to the event loop."""
+
+    __slots__ = ("args", "data", "done", "future", "loop", "replaced", "timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, args: tuple[Any, ...], data: dict[str, Any]) -> None:
+        self.loop, self.args, self.data = loop, args, data
+        self.future: asyncio.Future[tuple[int, float, str]] = loop.create_future()
+        self.timer: asyncio.TimerHandle | None = None
+        self.done = self.replaced = False
+
+    def finish(self, answer: tuple[int, float, str]) -> None:
+        self.done = True
+        if self.timer is not None:
+            self.timer.cancel()
+        if not self.future.done():
+            self.future.set_result(answer)
+
+
 class _Threads:
     """Daemon threads that run a function which no other process can import."""
 
-    def __init__(self, fn: Callable[..., Any], size: int, name: str) -> None:
-        self.fn, self.size, self.name = fn, size, name
-        self.queue: SimpleQueue[Any] = SimpleQueue()
+    def __init__(self, fn: Callable[..., Any], size: int, timeout: float, name: str) -> None:
+        self.fn, self.size, self.timeout, self.name = fn, size, timeout, name
+        self.queue: SimpleQueue[_ThreadCall | None] = SimpleQueue()
         self.started = 0
 
     def submit(
-        self, loop: asyncio.AbstractEventLoop, args: tuple[Any, ...], data: dict[str, Any], timeout: float
+        self, loop: asyncio.AbstractEventLoop, args: tuple[Any, ...], data: dict[str, Any]
     ) -> asyncio.Future[tuple[int, float, str]]:
-        future: asyncio.Future[tuple[int, float, str]] = loop.create_future()
+        call = _ThreadCall(loop, args, data)
         if self.started < self.size:
             self._start()
-        self.queue.put((loop, future, args, data, timeout))
-        return future
+        self.queue.put(call)
+        return call.future
 
     def close(self) -> None:
         for _ in range(self.started):
@@ -256,36 +275,23 @@ class _Threads:
         threading.Thread(target=self._work, daemon=True, name=f"reward-{self.name}").start()
 
     def _work(self) -> None:
-        while (item := self.queue.get()) is not None:
-            loop, future, args, data, timeout = item
-            state = {"done": False, "replaced": False}
-
-            def begin(
-                loop: Any = loop, future: Any = future, timeout: float = timeout, state: dict[str, bool] = state
-            ) -> None:
-                loop.call_later(timeout, self._expire, future, state)
-
-            answer: tuple[int, float, str] | None = None
+        while (call := self.queue.get()) is not None:
             try:
-                loop.call_soon_threadsafe(begin)
-                answer = worker.call(self.fn, args, data)
-                loop.call_soon_threadsafe(_resolve, future, answer, state)
-            except RuntimeError:
-                continue  # the loop was closed; nobody waits
-            if state["replaced"]:
+                call.loop.call_soon_threadsafe(self._watch, call)
+                answer = worker.call(self.fn, call.args, call.data)
+                call.loop.call_soon_threadsafe(call.finish, answer)
+            except RuntimeError:  # the loop was closed: nobody waits
+                continue
+            if call.replaced:
                 return
 
-    def _expire(self, future: asyncio.Future[Any], state: dict[str, bool]) -> None:
-        if state["done"]:
-            return
-        state["replaced"] = True
+    def _watch(self, call: _ThreadCall) -> None:
+        if not call.done:
+            call.timer = call.loop.call_later(self.timeout, self._expire, call)
+
+    def _expire(self, call: _ThreadCall) -> None:
+        call.replaced = True
         self.started -= 1
         self._start()
-        if not future.done():
-            future.set_exception(TimeoutError())
-
-
-def _resolve(future: asyncio.Future[Any], answer: tuple[int, float, str], state: dict[str, bool]) -> None:
-    state["done"] = True
-    if not future.done():
-        future.set_result(answer)
+        if not call.future.done():
+            call.future.set_exception(TimeoutError())

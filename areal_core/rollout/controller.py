@@ -22,7 +22,7 @@ from areal_core.rollout.staleness import StalenessManager
 from areal_core.rollout.stats import outcome_stats, trajectory_stats
 
 _POLL_SECONDS = 0.1
-_BARRIER_SECONDS = 60.0
+_BARRIER_SECONDS = 30.0
 _STOP_SECONDS = 5.0
 
 T = TypeVar("T")
@@ -226,8 +226,9 @@ class RolloutController:
         job = self._job(rows, self.workflow, self.group_size, "sync")
         self._play(job, should_stop, barrier=self.synchronous)
         for group in job.groups:
+            group.version = self.version
             if group.accepted and self._staleness.is_stale(group.first_version):
-                group.drop("stale")
+                raise self._live.behind_error(group)
             elif not group.dropped and len(group.accepted) < self._live.min_members:
                 group.drop("incomplete")
         self._staleness.consumed += len(job.groups)
@@ -290,7 +291,9 @@ class RolloutController:
                 self.engine.pause_generation()
                 try:
                     self._call(runner.run_job, job)
-                    self._wait(lambda: job.barrier <= 0, should_stop, _BARRIER_SECONDS)
+                    self._wait(
+                        lambda: job.barrier <= 0, should_stop, min(_BARRIER_SECONDS, self.config.episode_timeout / 2)
+                    )
                 finally:
                     self.engine.continue_generation()
             else:
@@ -366,7 +369,7 @@ class RolloutController:
         self._call(self._live.resume)
 
     def set_version(self, version: int) -> None:
-        """The trainer works on the step for ``version`` from now on; the engine is told separately."""
+        """The trainer works on the step for ``version`` from now on. Tell the engine first."""
         if self._runner is None:
             self._staleness.set_version(version)
         else:

@@ -84,13 +84,27 @@ class Episode:
 class Group:
     """The samples of one row."""
 
-    __slots__ = ("cache", "dropped", "episodes", "job", "order", "remaining", "row", "size", "split", "uid", "workflow")
+    __slots__ = (
+        "cache",
+        "dropped",
+        "episodes",
+        "job",
+        "order",
+        "remaining",
+        "row",
+        "size",
+        "split",
+        "uid",
+        "version",
+        "workflow",
+    )
 
     def __init__(
         self, row: Mapping[str, Any], uid: str, size: int, workflow: Any, split: str, job: Job | None = None
     ) -> None:
         self.row, self.uid, self.size, self.workflow, self.split, self.job = row, uid, size, workflow, split, job
         self.order = 0
+        self.version = 0  # of the trainer, when it was let in
         self.dropped = ""
         self.remaining = size
         self.cache: dict[Any, Any] = {}

@@ -113,6 +113,7 @@ class EpisodeRunner:
         while self.pending and self.staleness.capacity > 0:
             group = self.pending.popleft()
             self.staleness.running += 1
+            group.version = self.staleness.version
             self.inside[group] = None
             lane.queue.extend(group.episodes)
         self._pump("train")
@@ -331,6 +332,13 @@ class EpisodeRunner:
             f"({self.config.max_failure_rate:g}) allows. Most common exception ({count} times so far): {message}"
         )
 
+    def behind_error(self, group: Group) -> ArealError:
+        """The error of an engine that is not told of new versions: what it generates is too old from the start."""
+        return ArealError(
+            f"the inference engine generated with version {group.first_version} when training was at version "
+            f"{group.version}. Bring it the new weights (or call its set_version) before the controller's set_version."
+        )
+
     def _stop_for(self, error: BaseException) -> None:
         if self.fatal is None:
             self.fatal = error
@@ -343,6 +351,8 @@ class EpisodeRunner:
         fresh = []
         for group in self.ready:
             if self.staleness.is_stale(group.first_version):
+                if group.version - group.first_version > self.staleness.max_staleness:
+                    self._stop_for(self.behind_error(group))
                 group.drop("stale")
                 self.dropped.append(group)
                 self.staleness.waiting -= 1

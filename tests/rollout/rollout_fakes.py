@@ -55,3 +55,15 @@ class FakeEngine(InferenceEngine):
 
     def get_version(self):
         return self.version
+
+
+class FakeLoader:
+    """Endless batches of ``size`` rows named ``batch-index``."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.batches = size, 0
+
+    def next_batch(self) -> list[dict]:
+        rows = [{"_uid": f"{self.batches}-{index}", "n": index} for index in range(self.size)]
+        self.batches += 1
+        return rows

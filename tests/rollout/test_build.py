@@ -1,0 +1,135 @@
+import asyncio
+import functools
+
+import attrs
+import pytest
+import reward_functions as rewards
+from tiny_tokenizer import tiny_tokenizer
+
+from areal_core.api.configs import DatasetConfig, PPOActorConfig, RewardConfig, RLConfig, WorkflowConfig
+from areal_core.api.io_struct import GenerationHyperparameters
+from areal_core.errors import BadInputError
+from areal_core.plugins.manager import get_plugin_manager
+from areal_core.rollout.build import build_workflow
+from areal_core.rollout.workflows.multi_turn import MultiTurnConfig, MultiTurnWorkflow
+from areal_core.rollout.workflows.rlvr import RLVRWorkflow
+
+GCONFIG = GenerationHyperparameters(max_new_tokens=8)
+
+
+class Manager:
+    """Names to objects, as the plugin manager would load them."""
+
+    def __init__(self, **targets):
+        self.targets = targets
+
+    def load(self, registry, name, key=None):
+        return self.targets[name]
+
+
+@attrs.define(kw_only=True)
+class Scale:
+    scale: float = 3.0
+
+
+def config(workflow="rlvr", workflow_options=None, reward_options=None, **reward):
+    return RLConfig(
+        actor=PPOActorConfig(path="model"),
+        train_dataset=DatasetConfig(name="data"),
+        reward=RewardConfig(name="mine", plugin_options=reward_options or {}, **reward),
+        workflow=WorkflowConfig(name=workflow, plugin_options=workflow_options or {}),
+    )
+
+
+def build(config, fn=rewards.misbehave_reward_fn, **targets):
+    manager = Manager(mine=fn, rlvr=RLVRWorkflow, multi_turn=MultiTurnWorkflow, **targets)
+    return build_workflow(config, tiny_tokenizer(), manager, GCONFIG)
+
+
+def score(workflow, completion):
+    async def play():
+        try:
+            return await workflow.reward_fn("p", completion, [], [])
+        finally:
+            workflow.reward_fn.reward.destroy()
+
+    return asyncio.run(play())
+
+
+def test_build_when_named_gives_the_workflow_and_its_reward():
+    workflow, reward = build(config(timeout=7.0, max_workers=3))
+
+    assert isinstance(workflow, RLVRWorkflow)
+    assert (reward.timeout, reward.max_workers, reward.name) == (7.0, 3, "mine")
+    assert workflow.gconfig.max_new_tokens == 8
+
+
+def test_build_when_workflow_has_options_passes_them():
+    options = {"multi_turn": MultiTurnConfig(max_turns=5, feedback="again")}
+
+    workflow, _ = build(config("multi_turn", workflow_options=options))
+
+    assert (workflow.max_turns, workflow.feedback) == (5, "again")
+
+
+def test_build_when_reward_has_options_binds_them():
+    workflow, reward = build(config(reward_options={"mine": Scale()}), rewards.scaled_reward_fn)
+
+    assert reward.runs_in == "process"
+    assert score(workflow, "xx") == 6.0
+
+
+def test_build_when_constructor_takes_less_passes_less():
+    class Bare:
+        def __init__(self, reward_fn):
+            self.reward_fn = reward_fn
+
+    workflow, _ = build(config("bare"), bare=Bare)
+
+    assert isinstance(workflow, Bare)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        (lambda gconfig, engine_url: None, None, r"workflow\.name: the constructor of 'odd' needs engine_url"),
+        (lambda gconfig: None, MultiTurnConfig(), "lacks a parameter for max_turns"),
+        (3, None, "'odd' is a int, not a class"),
+    ],
+)
+def test_build_when_constructor_cannot_be_called_says_why(target, options, message):
+    with pytest.raises(BadInputError, match=message):
+        build(config("odd", workflow_options={"odd": options} if options else None), odd=target)
+
+
+@pytest.mark.parametrize("on_error", ["reject", "zero", "raise"])
+def test_reward_when_it_fails_follows_on_error(on_error):
+    workflow, reward = build(config(on_error=on_error), functools.partial(rewards.async_reward_fn))
+
+    if on_error == "zero":
+        assert score(workflow, "nan") == 0.0
+    elif on_error == "reject":
+        with pytest.raises(Exception, match="returned NaN") as info:
+            score(workflow, "nan")
+        assert not isinstance(info.value, BadInputError)
+    else:
+        with pytest.raises(BadInputError, match=r"returned NaN.*reward\.on_error"):
+            score(workflow, "nan")
+    assert reward.stats["nan"] == 1
+
+
+def test_build_when_given_a_reward_shares_it():
+    _, reward = build(config())
+
+    manager = Manager(rlvr=RLVRWorkflow)
+    workflow, same = build_workflow(config(), tiny_tokenizer(), manager, GCONFIG, reward=reward)
+
+    assert same is reward and workflow.reward_fn.reward is reward
+
+
+def test_build_when_using_the_plugin_manager_finds_the_built_in_workflows():
+    manager = get_plugin_manager()
+
+    assert manager.load("areal_workflows", "rlvr") is RLVRWorkflow
+    assert manager.load("areal_workflows", "multi_turn") is MultiTurnWorkflow
+    assert manager.options_class("areal_workflows", "multi_turn") is MultiTurnConfig

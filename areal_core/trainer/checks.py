@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_core.api.configs import BaseTrainerConfig, RLConfig, TrainEngineConfig
-from areal_core.errors import BadInputError, ConfigError
+from areal_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from areal_core.api.algorithm_api import Algorithm
@@ -73,15 +73,6 @@ def check_rl(config: RLConfig, algorithm: Algorithm) -> None:
                 key=key,
             )
     algorithm.check(group_size=gconfig.n_samples, has_ref=config.ref is not None, has_critic=config.critic is not None)
-
-
-def check_context(max_new_tokens: int, max_length: int | None, context: int | None) -> None:
-    """Reject prompts that are allowed to be longer than the model's context leaves room for."""
-    if context is not None and max_length is not None and max_length + 1 > context:
-        raise BadInputError(
-            f"train_dataset.max_length: prompts of up to {max_length} tokens leave no room in the model's context of "
-            f"{context}. Use at most {context - max_new_tokens} with gconfig.max_new_tokens {max_new_tokens}."
-        )
 
 
 def _train_engines(config: BaseTrainerConfig) -> Iterator[tuple[str, TrainEngineConfig]]:

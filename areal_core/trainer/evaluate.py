@@ -11,7 +11,7 @@ from areal_core.errors import BadInputError, ConfigError
 from areal_core.stats import StatsTracker
 from areal_core.trainer.loading import build_inference_engine, load_tokenizer
 from areal_core.trainer.rollouts import Rollouts
-from areal_core.trainer.run import seed_everything
+from areal_core.trainer.run import prepare_process
 from areal_core.trainer.signals import Interrupted, StopSignal
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def evaluate(config: BaseTrainerConfig, manager: PluginManager, *, weights: str 
         raise BadInputError(
             "actor.path holds no weights (actor.init_from_scratch is true). Name some: areal eval CONFIG --weights DIR"
         )
-    seed_everything(config)
+    prepare_process(config)
     tokenizer = load_tokenizer(
         config.tokenizer_path or config.actor.path, trust_remote_code=config.actor.trust_remote_code
     )

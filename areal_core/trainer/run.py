@@ -72,7 +72,7 @@ def train(config: BaseTrainerConfig, *, resume: Resume = "never", manager: Plugi
             session = RunSession(config, plain, directory, manager, resumed_from=resumed_from)
         trainer: Trainer | None = None
         try:
-            seed_everything(config)
+            prepare_process(config)
             trainer = _build(config, world, manager, session, stop)
             checkpointer = Checkpointer(
                 config.checkpoint,
@@ -123,13 +123,16 @@ def _close(
         session.close(status, error)
 
 
-def seed_everything(config: BaseTrainerConfig) -> None:
-    """Seed torch, numpy and random from ``config.seed``, and set ``config.num_threads``."""
+def prepare_process(config: BaseTrainerConfig) -> None:
+    """Seed torch, numpy and random from ``config.seed``, set ``config.num_threads``, and quiet other libraries."""
     import numpy as np
     import torch
+    import transformers
 
     random.seed(config.seed)
     np.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
+    # Its bars for loading weights would tear our own progress.
+    transformers.utils.logging.disable_progress_bar()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

@@ -79,7 +79,6 @@ CASES = [
     pytest.param("valid_dataset", ..., ["valid_dataset"], id="no-held-out-split"),
     pytest.param("train_dataset.split", "dev", ["train", "test", "dev"], id="unknown-split"),
     pytest.param("reward.name", "trainer_rewards:no_such", ["reward.name", "no_such"], id="import-path"),
-    pytest.param("gconfig.max_new_tokens", 100000, ["context"], id="longer-than-the-context"),
 ]
 
 
@@ -244,7 +243,8 @@ def test_train_when_reward_misbehaves_counts_it_and_says_so(
     areal: Any, rl_plain: dict[str, Any], tmp_path: Path, reward: str, kind: str
 ) -> None:
     # Arrange: one sample in four misbehaves; its episode is rejected, the others train.
-    rl_plain["reward"] = {"name": f"trainer_rewards:{reward}", "timeout": 2.0}
+    # Importing torch in the reward's process takes seconds: only the one that hangs has a short time limit.
+    rl_plain["reward"] = {"name": f"trainer_rewards:{reward}", "timeout": 2.0 if kind == "timeout" else 60.0}
     rl_plain["total_train_steps"] = 1
     rl_plain["rollout"]["max_retries"] = 0
     path = write_yaml(tmp_path / "run.yaml", rl_plain)
@@ -271,6 +271,6 @@ def test_train_when_every_reward_fails_stops_with_the_reason(
     outcome = areal("train", path)
 
     # Assert
-    assert outcome.code == 1
+    assert outcome.code == 2, outcome.stderr
     assert "always broken" in outcome.stderr
     assert "Traceback" not in outcome.stderr

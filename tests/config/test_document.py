@@ -123,7 +123,7 @@ def test_read_document_when_file_is_missing_suggests_a_neighbour(tmp_path: Path)
 
     with pytest.raises(ConfigError, match=r"no such file\. Did you mean 'grpo.yaml'\?"):
         read_document(tmp_path / "grop.yaml")
-    with pytest.raises(ConfigError, match="the folder .* does not exist either"):
+    with pytest.raises(ConfigError, match=r"the folder .* does not exist either"):
         read_document(tmp_path / "nowhere" / "x.yaml")
 
 

@@ -172,11 +172,12 @@ class RLTrainer:
 
     def _update_actor(self, batch: PackedBatch | None) -> None:
         algorithm, actor = self.algorithm, self.actor
-        if batch is not None and self.config.actor.skip_zero_advantage and algorithm.zero_advantage_is_zero_gradient:
-            batch, skipped = _without_zero_advantage(batch)
-            self.stats.scalar("train/skipped_seqs", skipped)
+        prune = self.config.actor.skip_zero_advantage and algorithm.zero_advantage_is_zero_gradient
         actor.train()
         for minibatch in self._minibatches(batch, self.config.actor.ppo_n_minibatches):
+            if minibatch is not None and prune:
+                minibatch, skipped = _without_zero_advantage(minibatch)
+                self.stats.mean("train/skipped_seqs", skipped)
             shard = self.router.scatter(minibatch, self._partition(minibatch))
             results = actor.train_batch(
                 shard, self._actor_loss, algorithm.loss_weight, with_entropy=algorithm.needs_entropy
@@ -208,7 +209,7 @@ class RLTrainer:
     def _record(self, prefix: str, results: Mapping[str, float]) -> None:
         """Mean over the mini-batches of a step."""
         for name, value in results.items():
-            self.stats.ratio(f"{prefix}/{name}", value, 1)
+            self.stats.mean(f"{prefix}/{name}", value)
 
     def _minibatches(self, batch: PackedBatch | None, count: int) -> Sequence[PackedBatch | None]:
         """``count`` parts of rank 0's batch with the samples of a prompt together; Nones on the other ranks."""

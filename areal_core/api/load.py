@@ -6,8 +6,9 @@ Relative paths in a configuration stay relative to the current directory, not to
 
 from __future__ import annotations
 
+import contextlib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,24 @@ def load_run_config(path: Path, overrides: Sequence[str] = (), manager: PluginMa
 def run_config_from_plain(tree: Mapping[str, Any], manager: PluginManager | None = None) -> RunConfigType:
     """The configuration that ``to_plain`` gave. Raises as :func:`load_run_config`."""
     return _load(Document(dict(tree)), manager or get_plugin_manager())
+
+
+@contextlib.contextmanager
+def error_places(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Within it, a ConfigError about a key gets the file and line, or the override, that set the key.
+
+    For checks that come after loading, such as those across several keys.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        key = split_key(error.key) if error.key is not None and error.where is None else None
+        if key is None:
+            raise
+        document = read_document(Path(path))
+        for override in overrides:
+            apply_override(document, override)
+        raise ConfigError(error.message, key=error.key, where=where(key, document.positions)) from error
 
 
 def _load(document: Document, manager: PluginManager) -> RunConfigType:

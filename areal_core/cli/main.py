@@ -124,20 +124,21 @@ def build_app(*, plain: bool | None = None) -> typer.Typer:
     return app
 
 
-def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         from areal_core import API_VERSION, __version__
 
         console.stdout(f"areal-core {__version__} (plugin API {API_VERSION})")
         raise typer.Exit
 
 
-# `--version` alone is complete; without this typer would ask for a command.
-def _wants_version(arguments: Sequence[str]) -> bool:
-    return bool(arguments) and arguments[0] == "--version"
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
+) -> None:
+    """Holds the global options; ``run`` has taken ``--debug`` out of the line before they are read."""
 
 
 def build_command(arguments: Sequence[str]) -> Any:
@@ -145,7 +146,7 @@ def build_command(arguments: Sequence[str]) -> Any:
     app = build_app()
     command = typer.main.get_group(app)
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if name in command.commands or _wants_version(arguments):
+    if name in command.commands or "--version" in arguments[:1]:
         return command
     from areal_core.plugins.discovery import plugins_that_mention
 

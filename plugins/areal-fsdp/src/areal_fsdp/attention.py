@@ -27,7 +27,9 @@ ATTENTION_NAME = "areal_varlen"
 _CALL_COST_ROWS = 512.0
 # Score entries that cost as much as one row.
 _SCORES_PER_ROW = 64.0
+# With more candidates for a bucket's end than this, lengths that differ by less than the share below count as one.
 _MAX_CANDIDATES = 64
+_SAME_LENGTH = 0.05
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -160,9 +162,7 @@ def _split_sorted(order: Ints, queries: Ints, keys: Ints) -> tuple[float, list[I
     """Cut the ordered segments where the summed cost of the buckets is least (dynamic programme over cut points)."""
     queries, keys = queries[order], keys[order]
     changes: Ints = np.flatnonzero((np.diff(queries) != 0) | (np.diff(keys) != 0)) + 1
-    cuts = np.concatenate([[0], changes, [len(order)]])
-    if len(cuts) > _MAX_CANDIDATES:
-        cuts = np.unique(cuts[np.linspace(0, len(cuts) - 1, _MAX_CANDIDATES).astype(np.int64)])
+    cuts = np.concatenate([[0], _thin(changes, queries, keys), [len(order)]])
     pieces = len(cuts) - 1
     piece_queries = np.maximum.reduceat(queries, cuts[:-1])
     piece_keys = np.maximum.reduceat(keys, cuts[:-1])
@@ -183,6 +183,22 @@ def _split_sorted(order: Ints, queries: Ints, keys: Ints) -> tuple[float, list[I
         groups.append(order[cuts[back[end]] : cuts[end]])
         end = int(back[end])
     return float(best[pieces]), groups
+
+
+def _thin(cuts: Ints, queries: Ints, keys: Ints) -> Ints:
+    """Cut points at which a length has changed by some percent since the one before; bounds the dynamic programme."""
+    if len(cuts) <= _MAX_CANDIDATES:
+        return cuts
+    kept: list[int] = []
+    last = np.array([queries[0], keys[0]])
+    sizes = np.stack([queries, keys], 1)
+    for cut in cuts:
+        if (np.abs(sizes[cut] - last) > _SAME_LENGTH * last).any():
+            kept.append(cut)
+            last = sizes[cut]
+    if len(kept) > 4 * _MAX_CANDIDATES:
+        kept = [kept[i] for i in np.linspace(0, len(kept) - 1, 4 * _MAX_CANDIDATES).astype(np.int64)]
+    return np.asarray(kept, dtype=np.int64)
 
 
 def _make_bucket(start: Ints, count: Ints, prefix_start: Ints, prefix_len: Ints) -> tuple[Bucket, tuple[Ints, Ints]]:
@@ -292,7 +308,7 @@ def _attend(
     if sinks is not None:
         sink = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
         scores = torch.cat([scores, sink], -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
     weights = F.dropout(weights[..., : key.shape[-2]], dropout, module.training)
     return weights @ value
 

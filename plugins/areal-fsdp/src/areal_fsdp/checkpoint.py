@@ -105,6 +105,7 @@ def load_state(
         BadInputError: if something is missing, unreadable or of another shape; nothing has changed then.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     meta = _read_meta(path)
     reader = dcp.FileSystemReader(path)
@@ -128,7 +129,7 @@ def load_state(
         fresh.update({k: torch.empty_like(v) for k, v in rng_tensors(rank, device).items() if k in stored})
     try:
         dcp.load(fresh, storage_reader=reader, no_dist=not dist.is_initialized())
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise BadInputError(f"{path}: cannot read the checkpoint ({_cause(error)}).") from error
     with torch.no_grad():
         for name, value in live.items():

@@ -36,6 +36,19 @@ def token_logprobs(
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
+class _HiddenOnly:
+    """The output of a decoder of any kind, of which only the hidden states are known."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
 class _GivenHidden(nn.Module):
     """Stands in for the decoder while the head runs: returns hidden states computed before."""
 
@@ -43,10 +56,8 @@ class _GivenHidden(nn.Module):
         super().__init__()
         self._hidden = hidden
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
-        return BaseModelOutputWithPast(last_hidden_state=self._hidden)
+    def forward(self, *args: Any, **kwargs: Any) -> _HiddenOnly:
+        return _HiddenOnly(self._hidden)
 
 
 class Scorer(nn.Module):

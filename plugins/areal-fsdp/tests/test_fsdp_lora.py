@@ -1,0 +1,136 @@
+"""LoRA against peft alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsdp_cases as cases
+import peft
+import pytest
+import torch
+import transformers
+from torch.testing import assert_close
+
+from areal_core.api.batch import TokenOutput
+from areal_core.api.configs import LoRAConfig
+from areal_core.api.io_struct import SaveLoadMeta, WeightUpdateMeta
+from areal_core.errors import BadInputError
+
+
+def lora(**fields: Any) -> LoRAConfig:
+    return LoRAConfig(**{"rank": 4, "alpha": 12.0, **fields})
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "down_proj"]])
+def test_train_batch_when_lora_expected_parameters_of_peft_alone(targets: list[str], tmp_path: Path) -> None:
+    folder = cases.make_folder("qwen3", tmp_path)
+    engine = cases.make_engine(folder, optimizer=cases.sgd(lr=0.5), lora=lora(target_modules=targets), seed=3)
+    reference = cases.load_reference(folder, dtype=torch.float32)
+    torch.manual_seed(3)
+    wrapped = peft.get_peft_model(
+        reference,
+        peft.LoraConfig(r=4, lora_alpha=12, target_modules="all-linear" if targets == ["all-linear"] else targets),
+    )
+    optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.5)
+
+    for seed in range(3):
+        batch = cases.ragged_batch(seed)
+        engine.train_batch(batch, cases.policy_loss, cases.token_weight)
+        optimizer.zero_grad()
+        logprobs, _ = cases.reference_logprobs(wrapped, batch)
+        (cases.policy_loss(TokenOutput(logprobs), batch).loss / cases.token_weight(batch)).backward()
+        optimizer.step()
+
+    live = dict(engine.model.named_parameters())
+    expected = {n.removeprefix("base_model.model."): p for n, p in wrapped.named_parameters()}
+    assert live.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert live[name].requires_grad == parameter.requires_grad == (".lora_" in name)
+        assert_close(live[name], parameter, rtol=1e-4, atol=1e-5)
+    assert max(p.abs().max() for n, p in live.items() if "lora_B" in n) > 1e-3
+
+
+def trained_engine(tmp_path: Path, **fields: Any) -> Any:
+    folder = cases.make_folder("qwen3", tmp_path / "model")
+    engine = cases.make_engine(folder, optimizer=cases.sgd(lr=0.5), lora=lora(**fields))
+    for seed in range(2):
+        engine.train_batch(cases.ragged_batch(seed), cases.policy_loss, cases.token_weight)
+    return engine
+
+
+def test_save_hf_when_lora_expected_merged_and_trained_weights_untouched(tmp_path: Path) -> None:
+    engine = trained_engine(tmp_path)
+    before = {n: p.clone() for n, p in engine.model.named_parameters()}
+    expected = engine.forward(cases.ragged_batch()).logprobs
+
+    engine.save(SaveLoadMeta(path=tmp_path / "out"))
+
+    merged = cases.make_engine(tmp_path / "out").forward(cases.ragged_batch()).logprobs
+    assert_close(merged, expected, rtol=1e-5, atol=1e-5)
+    base = cases.make_engine(tmp_path / "model").forward(cases.ragged_batch()).logprobs
+    assert (merged - base).abs().max() > 1e-2
+    assert all(torch.equal(before[n], p) for n, p in engine.model.named_parameters())
+    names = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict().keys()
+    assert not any("lora" in n or "base_layer" in n for n in names)
+
+
+def test_update_weights_when_lora_expected_merged_names(tmp_path: Path) -> None:
+    engine = trained_engine(tmp_path)
+    received: dict[str, torch.Tensor] = {}
+
+    class Receiver:
+        def update_weights_from_memory(self, tensors: Any, version: int) -> None:
+            received.update(tensors)
+
+    receiver: Any = Receiver()
+    engine.connect_engine(receiver, WeightUpdateMeta())
+    engine.update_weights(WeightUpdateMeta())
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert received.keys() == dict(plain.named_parameters()).keys()
+
+
+def test_disable_adapter_when_trained_expected_reference_logprobs(tmp_path: Path) -> None:
+    engine = trained_engine(tmp_path)
+    base = cases.make_engine(tmp_path / "model").forward(cases.ragged_batch()).logprobs
+
+    with engine.disable_adapter():
+        disabled = engine.forward(cases.ragged_batch()).logprobs
+
+    assert_close(disabled, base, rtol=0, atol=0)
+    assert not torch.equal(engine.forward(cases.ragged_batch()).logprobs, base)
+
+
+def test_save_adapter_when_trained_expected_peft_loads_it(tmp_path: Path) -> None:
+    engine = trained_engine(tmp_path, modules_to_save=["lm_head"])
+    batch = cases.ragged_batch()
+    expected = engine.forward(batch).logprobs
+
+    engine.save_adapter(tmp_path / "adapter")
+
+    loaded = peft.PeftModel.from_pretrained(
+        cases.load_reference(tmp_path / "model", dtype=torch.float32), tmp_path / "adapter"
+    )
+    with torch.no_grad():
+        logprobs, _ = cases.reference_logprobs(loaded.eval(), batch)
+    assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_resume_when_lora_expected_bitwise_continuation(tmp_path: Path) -> None:
+    engine = trained_engine(tmp_path, dropout=0.1)
+    meta = SaveLoadMeta(path=tmp_path / "dcp", weight_format="dcp", with_optim=True)
+    engine.save(meta)
+    first = engine.train_batch(cases.ragged_batch(5), cases.policy_loss, cases.token_weight)
+    other = cases.make_engine(tmp_path / "model", optimizer=cases.sgd(lr=0.5), lora=lora(dropout=0.1), seed=8)
+
+    other.load(meta)
+
+    assert other.train_batch(cases.ragged_batch(5), cases.policy_loss, cases.token_weight) == first
+
+
+def test_initialize_when_target_is_unknown_expected_error_that_lists_layers(tmp_path: Path) -> None:
+    folder = cases.make_folder("qwen2", tmp_path)
+
+    with pytest.raises(BadInputError, match=r"lora.target_modules.*down_proj"):
+        cases.make_engine(folder, optimizer=cases.sgd(), lora=lora(target_modules=["nothing"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,13 @@ from areal_core.api.io_struct import (
 )
 from areal_core.errors import ArealError, BadInputError
 
-_GCONFIG_FIELDS = tuple(attribute.name for attribute in attrs.fields(GenerationHyperparameters))
+_writers: dict[str, Callable[[Any, Any], None]] = {
+    attribute.name: getattr(GenerationHyperparameters, attribute.name).__set__
+    for attribute in attrs.fields(GenerationHyperparameters)
+}
+_write_seed = _writers.pop("seed")
+_write_others = tuple(_writers.values())
+_read_others = operator.attrgetter(*_writers)
 
 
 def request_seed(run_seed: int, split: str, uid: str, sample: int, attempt: int, turn: int) -> int:
@@ -33,10 +40,10 @@ def request_seed(run_seed: int, split: str, uid: str, sample: int, attempt: int,
 
 def _with_seed(gconfig: GenerationHyperparameters, seed: int) -> GenerationHyperparameters:
     # attrs.evolve would validate every field again, for each of thousands of requests a second.
-    copy = object.__new__(type(gconfig))
-    for name in _GCONFIG_FIELDS:
-        object.__setattr__(copy, name, getattr(gconfig, name))
-    object.__setattr__(copy, "seed", seed)
+    copy = object.__new__(GenerationHyperparameters)
+    for write, value in zip(_write_others, _read_others(gconfig), strict=True):
+        write(copy, value)
+    _write_seed(copy, seed)
     return copy
 
 
@@ -71,10 +78,7 @@ class EpisodeEngine(InferenceEngine):
         self.group_cache: dict[Any, Any] = {} if group_cache is None else group_cache
         self.requests = 0
         self.generated_tokens = 0
-
-    @property
-    def episode_id(self) -> str:
-        return f"{self._uid}/{self.sample}/{self._attempt}"
+        self.episode_id = f"{uid}/{sample}/{attempt}"
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         turn = self.requests

@@ -227,7 +227,7 @@ class RolloutController:
         self._play(job, should_stop, barrier=self.synchronous)
         for group in job.groups:
             group.version = self.version
-            if group.accepted and self._staleness.is_stale(group.first_version):
+            if group.accepted and self._staleness.is_stale(group.read_first_version()):
                 raise self._live.behind_error(group)
             elif not group.dropped and len(group.accepted) < self._live.min_members:
                 group.drop("incomplete")
@@ -317,6 +317,7 @@ class RolloutController:
             return self.rollout_batch(dataloader.next_batch(), should_stop=should_stop)
         start = time.monotonic()
         runner = self._live
+        runner.wanted = self.batch_size
         while True:
             rows: list[dict[str, Any]] = []
             # One batch more than there is room for: what ends while the trainer is busy is replaced at once.
@@ -341,6 +342,7 @@ class RolloutController:
             ArealError: if fewer than that are under way.
         """
         start, runner = time.monotonic(), self._live
+        runner.wanted = count
         while True:
             self._wait(lambda: len(runner.ready) >= count or self._under_way() < count, should_stop)
             groups = self._call(runner.take, count) if len(runner.ready) >= count else None

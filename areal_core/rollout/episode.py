@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
+import numpy as np
 
 from areal_core.api.io_struct import Trajectory
 from areal_core.errors import ArealError
@@ -88,6 +89,7 @@ class Group:
         "cache",
         "dropped",
         "episodes",
+        "first_version",
         "job",
         "order",
         "remaining",
@@ -104,6 +106,7 @@ class Group:
     ) -> None:
         self.row, self.uid, self.size, self.workflow, self.split, self.job = row, uid, size, workflow, split, job
         self.order = 0
+        self.first_version = -1
         self.version = 0  # of the trainer, when it was let in
         self.dropped = ""
         self.remaining = size
@@ -114,10 +117,10 @@ class Group:
     def accepted(self) -> list[Episode]:
         return [episode for episode in self.episodes if episode.outcome == "accepted"]
 
-    @property
-    def first_version(self) -> int:
-        """Oldest version among the tokens of its accepted trajectories."""
-        return min((t.first_version for e in self.accepted for t in e.trajectories), default=-1)
+    def read_first_version(self) -> int:
+        """Set ``first_version``, the oldest version among the sampled tokens of what was accepted."""
+        self.first_version = oldest_version([t for e in self.accepted for t in e.trajectories])
+        return self.first_version
 
     def drop(self, reason: str) -> None:
         """Leave the whole group out: ``incomplete``, ``stale`` or ``filtered``."""
@@ -142,3 +145,12 @@ class Job:
         self.groups: list[Group] = []
         self.remaining = 0
         self.barrier = 0
+
+
+def oldest_version(trajectories: Sequence[Trajectory]) -> int:
+    """Oldest version among the sampled tokens; -1 when there are none."""
+    if not trajectories:
+        return -1
+    versions = np.concatenate([t.versions for t in trajectories])
+    sampled = versions[np.concatenate([t.loss_mask for t in trajectories])]
+    return int(np.minimum.reduce(sampled)) if len(sampled) else -1

@@ -34,6 +34,9 @@ def as_trajectories(result: Any, workflow: str) -> list[Trajectory]:
     """
     if result is None:
         return []
+    if isinstance(result, Trajectory):
+        _check(result, f"workflow {workflow!r}")
+        return [result]
     items = result if isinstance(result, (list, tuple)) else (result,)
     trajectories = []
     for index, item in enumerate(items):
@@ -52,16 +55,19 @@ def as_trajectories(result: Any, workflow: str) -> list[Trajectory]:
 
 def _check(trajectory: Trajectory, where: str) -> None:
     reward = trajectory.reward
-    if isinstance(reward, bool) or not isinstance(reward, (int, float, np.integer, np.floating)):
+    if type(reward) is not float and (
+        isinstance(reward, bool) or not isinstance(reward, (int, float, np.integer, np.floating))
+    ):
         raise WorkflowResultError(f"{where}: reward is a {type(reward).__name__}; it must be a number")
     if not math.isfinite(reward):
         raise WorkflowResultError(f"{where}: reward is {reward}; it must be finite")
-    if not trajectory.loss_mask.any():
+    if not np.count_nonzero(trajectory.loss_mask):
         raise WorkflowResultError(
             f"{where}: loss_mask marks no token of {len(trajectory)}; nothing could be trained. "
             "Return None to reject the episode."
         )
-    if not np.isfinite(trajectory.logprobs).all():
+    # One pass: a NaN or an infinity anywhere shows in the sum.
+    if not math.isfinite(np.add.reduce(trajectory.logprobs)):
         raise WorkflowResultError(f"{where}: logprobs holds NaN or infinite values")
 
 

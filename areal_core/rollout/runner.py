@@ -72,7 +72,8 @@ class EpisodeRunner:
         self.pending: deque[Group] = deque()  # submitted, not yet let in
         self.inside: dict[Group, None] = {}  # let in, not complete
         self.ready: list[Group] = []  # complete, not yet taken
-        self.dropped: list[Group] = []  # complete, too few accepted; to be reported
+        self.dropped: list[Group] = []  # complete, not to be used; to be reported
+        self.wanted = 1  # complete groups that a thread waits for
         self._limit = config.max_concurrent_rollouts or (1 << 62)
         self._retries = config.max_retries
         self._running: dict[Episode, None] = {}  # in the order of their deadlines
@@ -294,12 +295,14 @@ class EpisodeRunner:
         if not group.dropped and len(accepted) < self.min_members:
             group.drop("incomplete")
         if not group.dropped:
+            group.read_first_version()
             self.staleness.waiting += 1
             self.ready.append(group)
         else:
             self.dropped.append(group)
             self._admit()
-        self.notify()
+        if group.dropped or len(self.ready) >= self.wanted or not self.inside:
+            self.notify()
 
     def _group_passes(self, group: Group, accepted: list[Episode]) -> bool:
         if self.should_accept_group is None or group.split == "eval":

@@ -28,13 +28,22 @@ def outcome_stats(episodes: Iterable[Episode], prefix: str) -> dict[str, float]:
 
 
 def trajectory_stats(trajectories: Sequence[Trajectory], version: int, prefix: str) -> dict[str, float]:
-    """Rewards, lengths in tokens, share of truncated completions, turns, and age in versions."""
+    """Rewards, lengths in tokens, share of truncated completions, turns, and age in versions.
+
+    Every trajectory has a trained token; the controller accepts no other.
+    """
     if not trajectories:
         return {}
     rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
-    lengths = np.array([len(t) for t in trajectories], dtype=np.float64)
-    trained = np.array([np.count_nonzero(t.loss_mask) for t in trajectories], dtype=np.float64)
-    lag = np.array([max(0, version - t.first_version) for t in trajectories], dtype=np.float64)
+    lengths = np.array([len(t) for t in trajectories], dtype=np.int64)
+    starts = lengths.cumsum() - lengths
+    mask = np.concatenate([t.loss_mask for t in trajectories])
+    versions = np.concatenate([t.versions for t in trajectories])
+    trained = np.add.reduceat(mask, starts, dtype=np.int64)
+    positions = np.flatnonzero(mask)
+    prompts = positions[np.searchsorted(positions, starts)] - starts
+    first = np.minimum.reduceat(np.where(mask, versions, np.iinfo(np.int32).max), starts)
+    lag = np.maximum(0, version - first.astype(np.int64))
     stats = {
         "reward": rewards.mean(),
         "reward_std": rewards.std(),
@@ -42,7 +51,7 @@ def trajectory_stats(trajectories: Sequence[Trajectory], version: int, prefix: s
         "reward_max": rewards.max(),
         "trajectories": len(trajectories),
         "sequence_len": lengths.mean(),
-        "prompt_len": float(np.mean([t.prompt_len for t in trajectories])),
+        "prompt_len": prompts.mean(),
         "completion_len": trained.mean(),
         "completion_len_max": trained.max(),
         "tokens": lengths.sum(),

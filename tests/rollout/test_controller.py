@@ -1,3 +1,4 @@
+import _thread
 import asyncio
 import threading
 
@@ -536,6 +537,32 @@ def test_wait_when_told_to_stop_raises_and_cancels(start):
     assert cancelled.wait(10)
     assert {outcome for _, outcome, _ in seen} == {"cancelled"} and len(seen) == 8
     assert controller.engine.calls[-1].startswith("continue")
+
+
+def test_wait_when_interrupted_by_the_keyboard_cancels_and_can_go_on(start):
+    class Hanging(Workflow):
+        async def arun_episode(self, engine, data):
+            result = await super().arun_episode(engine, data)
+            if data["n"] == 3:
+                await asyncio.Event().wait()
+            return result
+
+    seen = []
+    controller = start(Hanging(), on_outcome=lambda *args: seen.append(args))
+
+    def interrupt():
+        while len(controller.engine.served) < 8:
+            threading.Event().wait(0.01)
+        _thread.interrupt_main()
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        controller.rollout_batch(rows(4))
+    helper.join()
+
+    assert [outcome for _, outcome, _ in seen] == ["accepted"] * 6 + ["cancelled"] * 2
+    assert len(controller.rollout_batch(rows(3)).trajectories) == 6
 
 
 @pytest.mark.parametrize("stubborn", [False, True])

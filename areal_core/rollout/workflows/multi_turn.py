@@ -79,7 +79,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         responses: list[ModelResponse] = []
         rewards: list[float] = []
         while True:
-            request = ModelRequest(input_ids=ids, gconfig=self.gconfig, tokenizer=self.tokenizer)
+            request = ModelRequest(input_ids=ids, gconfig=self.gconfig, rid="", tokenizer=self.tokenizer)
             try:
                 response = await engine.agenerate(request)
             except BadInputError:

@@ -33,7 +33,9 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory:
         ids, prompt, full_prompt = self._prompt(engine, data)
-        response = await engine.agenerate(ModelRequest(input_ids=ids, gconfig=self.gconfig, tokenizer=self.tokenizer))
+        response = await engine.agenerate(
+            ModelRequest(input_ids=ids, gconfig=self.gconfig, rid="", tokenizer=self.tokenizer)
+        )
         completion = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
         reward = await self.reward_fn(prompt, completion, ids, response.output_tokens, **reward_columns(data))
         return Trajectory.from_response(response, reward, metadata={"prompt": full_prompt, "completion": completion})

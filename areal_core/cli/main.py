@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Modules of this package with ``register(app)``, in the order of the help.
 _COMMAND_MODULES = ("train", "eval", "data", "reward", "runs", "report", "config", "plugins", "doctor")
+
+_COMPLETION_VARIABLE = "_AREAL_COMPLETE"
 
 _EPILOG = "Example: areal train run.yaml actor.optimizer.lr=1e-5"
 
@@ -38,9 +41,15 @@ def run(arguments: Sequence[str]) -> int:
     arguments, debug = _take_debug(list(arguments))
     try:
         command = build_command(arguments)
-        result = command.main(args=arguments or ["--help"], prog_name="areal", standalone_mode=False)
+        if _COMPLETION_VARIABLE in os.environ:
+            command.main(args=arguments, prog_name="areal")
+        # Not command.main(): which interrupts and errors it turns into what differs between versions of typer.
+        with command.make_context("areal", arguments or ["--help"]) as context:
+            command.invoke(context)
         sys.stdout.flush()
-        return result if isinstance(result, int) and not isinstance(result, bool) else 0
+        return 0
+    except typer.Exit as stop:
+        return stop.exit_code
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
             return stop.code or 0
@@ -48,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
         return 1
     except BrokenPipeError:
         # The reader has seen enough, as in `areal config show run.yaml | head`; do not complain at exit either.
-        sys.stdout = None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (Exception, KeyboardInterrupt) as error:
         return _report(error, debug)
@@ -65,7 +74,7 @@ def _report(error: BaseException, debug: bool) -> int:
     """Print an error the way its kind deserves; returns the exit code."""
     from areal_core.errors import ArealError
 
-    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+    if isinstance(error, (KeyboardInterrupt, EOFError, typer.Abort)):
         if debug and isinstance(error, KeyboardInterrupt):
             _print_traceback(error)
         console.error("interrupted")
@@ -144,7 +153,7 @@ def _options(
 def build_command(arguments: Sequence[str]) -> Any:
     """The whole command tree; plugins' commands are added when ``arguments`` could need them."""
     app = build_app()
-    command = typer.main.get_group(app)
+    command: Any = typer.main.get_command(app)
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name in command.commands or "--version" in arguments[:1]:
         return command

@@ -72,8 +72,7 @@ def test_run_when_a_command_raises_prints_one_block_and_exits_with_its_code(
     outcome = areal("fail")
 
     assert outcome.code == code
-    stderr = outcome.stderr.lstrip("\n")  # after ^C the message begins a line of its own
-    assert stderr.startswith(message) if message else stderr == ""
+    assert outcome.stderr.startswith(message) if message else outcome.stderr == ""
     assert "Traceback" not in outcome.stderr
     assert outcome.stdout.strip() == ""
 
@@ -111,6 +110,12 @@ def test_run_when_asked_for_version_prints_it(areal: Any) -> None:
     outcome = areal("--version")
 
     assert (outcome.code, outcome.stdout) == (0, f"areal-core {__version__} (plugin API 1.0)\n")
+
+
+def test_run_when_the_shell_asks_completes_commands(areal_process: Any) -> None:
+    outcome = areal_process(_AREAL_COMPLETE="complete_bash", COMP_WORDS="areal plu", COMP_CWORD="1")
+
+    assert outcome.stdout.split() == ["plugins"]
 
 
 def test_run_when_nothing_is_asked_prints_the_help(areal: Any) -> None:

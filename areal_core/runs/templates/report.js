@@ -74,7 +74,8 @@
       low = Math.min(low, sorted[cut], ...smoothed[i]);
       high = Math.max(high, sorted[sorted.length - 1 - cut], ...smoothed[i]);
     });
-    if (low === high) { const pad = Math.abs(low) * 0.1 || 0.5; return [low - pad, high + pad]; }
+    // Equal but for rounding: no axis can tell such values apart.
+    if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) { const pad = Math.abs(low) * 0.1 || 0.5; return [low - pad, high + pad]; }
     const pad = 0.06 * (high - low);
     return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
   }

@@ -122,3 +122,18 @@ def _construct(target: Callable[..., Any], available: dict[str, Any], options: d
             "gconfig, tokenizer, reward_fn and the options of its config class."
         )
     return target(**given, **options)
+
+
+def check_workflow(workflow: Any) -> Any:
+    """A workflow object of a workflow or of a function that makes one; a clear error for anything else."""
+    if not hasattr(workflow, "arun_episode") and not hasattr(workflow, "run") and callable(workflow):
+        workflow = workflow()
+    if callable(getattr(workflow, "arun_episode", None)) and not isinstance(workflow, type):
+        return workflow
+    name = workflow.__name__ if isinstance(workflow, type) else type(workflow).__name__
+    if callable(getattr(workflow, "run", None)):
+        raise BadInputError(
+            f"workflow {name} is an agent (it has `run`, not `arun_episode`), which this version cannot play. "
+            "Write a RolloutWorkflow with `async def arun_episode(self, engine, data)`."
+        )
+    raise BadInputError(f"{name} is not a workflow: it has no `async def arun_episode(self, engine, data)`.")

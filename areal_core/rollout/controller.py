@@ -14,15 +14,17 @@ from typing import Any, Protocol, TypeVar
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import Trajectory
-from areal_core.errors import ArealError, BadInputError
+from areal_core.errors import ArealError
 from areal_core.logging import getLogger
-from areal_core.rollout.episode import OUTCOMES, Episode, Group, Job, Outcome, RolloutInterrupted, RolloutResult
+from areal_core.rollout.build import check_workflow
+from areal_core.rollout.episode import OUTCOMES, Group, Job, Outcome, RolloutInterrupted, RolloutResult
 from areal_core.rollout.runner import EpisodeRunner
 from areal_core.rollout.staleness import StalenessManager
-from areal_core.rollout.stats import outcome_stats, trajectory_stats
+from areal_core.rollout.stats import episode_info, nothing_accepted, outcome_stats, trajectory_stats
 
 _POLL_SECONDS = 0.1
 _BARRIER_SECONDS = 30.0
+_CANCEL_SECONDS = 2.0
 _STOP_SECONDS = 5.0
 
 T = TypeVar("T")
@@ -136,10 +138,15 @@ class RolloutController:
         if thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 asyncio.run_coroutine_threadsafe(_shut_down(runner), loop)
-        thread.join(_STOP_SECONDS + 5.0)
+        thread.join(_STOP_SECONDS + _CANCEL_SECONDS)
         self._thread = self._loop = self._runner = None
         if thread.is_alive():
             logger.warning("the rollout thread does not end: something in an episode blocks the event loop")
+            return
+        try:
+            self._report([*runner.dropped, *runner.unused])
+        except Exception:
+            logger.exception("on_outcome failed while the rollout was stopped")
 
     def __enter__(self) -> RolloutController:
         self.start()
@@ -168,7 +175,17 @@ class RolloutController:
         return self._runner
 
     def _call(self, fn: Callable[..., T], *args: Any) -> T:
-        """Run ``fn`` in the event loop's thread."""
+        """Run ``fn`` in the event loop's thread, and wait for it."""
+        future = self._post(fn, *args)
+        while True:
+            try:
+                return future.result(timeout=_POLL_SECONDS)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise
+                self._raise_if_dead()
+
+    def _post(self, fn: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
         self._raise_if_dead()
         assert self._loop is not None
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -180,13 +197,7 @@ class RolloutController:
                 future.set_exception(error)
 
         self._loop.call_soon_threadsafe(run)
-        while True:
-            try:
-                return future.result(timeout=_POLL_SECONDS)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
-                self._raise_if_dead()
+        return future
 
     def _raise_if_dead(self) -> None:
         runner = self._live
@@ -300,8 +311,9 @@ class RolloutController:
                 self._call(runner.run_job, job)
             self._wait(lambda: job.remaining == 0, should_stop)
         except BaseException:
-            if self._thread is not None and self._thread.is_alive():
-                self._call(runner.cancel_job, job)
+            # With a limit: a workflow that blocks the event loop must not keep the run from ending.
+            with contextlib.suppress(concurrent.futures.TimeoutError, ArealError):
+                self._post(runner.cancel_job, job).result(timeout=_CANCEL_SECONDS)
             self._report(job.groups)
             raise
 
@@ -411,8 +423,14 @@ class RolloutController:
                 stats[f"rollout/{reason}_groups"] = count
                 self._dropped[reason] += count
             stats.update(self._queue_stats())
+            stats.update(self._reward_stats())
         self._report(ended)
         return RolloutResult(trajectories, stats)
+
+    def _reward_stats(self) -> dict[str, float]:
+        """Totals of the training workflow's reward, if it keeps any: ``reward/calls``, ``reward/errors/KIND``."""
+        export = getattr(getattr(self.workflow, "reward_fn", None), "export_stats", None)
+        return {} if export is None else export()
 
     def _queue_stats(self) -> dict[str, float]:
         runner = self._live
@@ -429,7 +447,7 @@ class RolloutController:
                     self._totals[episode.outcome] += 1
                 if self.on_outcome is None:
                     continue
-                info = _info(episode, self.version)
+                info = episode_info(episode, self.version)
                 for trajectory in episode.trajectories or (None,):
                     self.on_outcome(trajectory, episode.outcome, info)
 
@@ -439,9 +457,7 @@ class RolloutController:
         stats.update({f"rollout/total/{name}_groups": count for name, count in self._dropped.items()})
         if self._runner is not None:
             stats.update(self._queue_stats())
-        export = getattr(getattr(self.workflow, "reward_fn", None), "export_stats", None)
-        if export is not None:
-            stats.update(export())
+        stats.update(self._reward_stats())
         return stats
 
     # ----------------------------------------------------------------------------------------------------- state
@@ -493,50 +509,3 @@ async def _shut_down(runner: EpisodeRunner) -> None:
                 logger.warning("%d tasks ignore their cancellation and are abandoned", len(alive))
     finally:
         loop.stop()
-
-
-def check_workflow(workflow: Any) -> Any:
-    """A workflow object of a workflow or of a function that makes one; a clear error for anything else."""
-    if not hasattr(workflow, "arun_episode") and not hasattr(workflow, "run") and callable(workflow):
-        workflow = workflow()
-    if callable(getattr(workflow, "arun_episode", None)) and not isinstance(workflow, type):
-        return workflow
-    name = workflow.__name__ if isinstance(workflow, type) else type(workflow).__name__
-    if callable(getattr(workflow, "run", None)):
-        raise BadInputError(
-            f"workflow {name} is an agent (it has `run`, not `arun_episode`), which this version cannot play. "
-            "Write a RolloutWorkflow with `async def arun_episode(self, engine, data)`."
-        )
-    raise BadInputError(f"{name} is not a workflow: it has no `async def arun_episode(self, engine, data)`.")
-
-
-def nothing_accepted(groups: Sequence[Group], what: str) -> ArealError:
-    """Why no trajectory of ``groups`` could be used. Bad input where the reward is to blame, for it alone."""
-    episodes = [episode for group in groups for episode in group.episodes]
-    counts: dict[str, int] = {}
-    for episode in episodes:
-        label = episode.outcome + (f" ({episode.reason})" if episode.reason else "")
-        counts[label] = counts.get(label, 0) + 1
-    summary = ", ".join(f"{count} {label}" for label, count in sorted(counts.items(), key=lambda item: -item[1]))
-    message = f"no episode of {what} was accepted: {summary or 'it has no rows'}."
-    errors = [episode.error for episode in episodes if episode.error is not None]
-    if errors:
-        message += f" For example: {errors[0]}"
-    by_reward = [e for e in episodes if e.error is not None and e.outcome == "rejected"]
-    if by_reward and all(e.error is not None or e.reason == "incomplete_group" for e in episodes):
-        return BadInputError(message)
-    return ArealError(message)
-
-
-def _info(episode: Episode, version: int) -> dict[str, Any]:
-    group = episode.group
-    return {
-        "uid": group.uid,
-        "sample": episode.sample,
-        "split": group.split,
-        "reason": episode.reason,
-        "error": f"{type(episode.error).__name__}: {episode.error}" if episode.error is not None else None,
-        "attempts": episode.attempts,
-        "seconds": episode.seconds,
-        "version": version,
-    }

@@ -73,6 +73,7 @@ class EpisodeRunner:
         self.inside: dict[Group, None] = {}  # let in, not complete
         self.ready: list[Group] = []  # complete, not yet taken
         self.dropped: list[Group] = []  # complete, not to be used; to be reported
+        self.unused: list[Group] = []  # after cancel_all: let in, and neither taken nor dropped
         self.wanted = 1  # complete groups that a thread waits for
         self._limit = config.max_concurrent_rollouts or (1 << 62)
         self._retries = config.max_retries
@@ -292,6 +293,8 @@ class EpisodeRunner:
             return
         del self.inside[group]
         self.staleness.running -= 1
+        if self._stopping:
+            return
         if not group.dropped and len(accepted) < self.min_members:
             group.drop("incomplete")
         if not group.dropped:
@@ -388,11 +391,15 @@ class EpisodeRunner:
     def cancel_all(self) -> list[asyncio.Task[None]]:
         """Cancel everything; returns the tasks that have yet to notice."""
         self._stopping = True
+        self.unused = [*self.ready, *self.inside]
         tasks = []
         for lane in self.lanes.values():
             queue, lane.queue = lane.queue, deque()
             self._cancel(queue)
             tasks += self._cancel(list(lane.running))
+        for group in self.unused:
+            for episode in group.accepted:
+                episode.outcome, episode.reason = "cancelled", "unused"
         self.pending.clear()
         if self._sweeper is not None:
             self._sweeper.cancel()

@@ -1,14 +1,16 @@
-"""Metrics of a batch of episodes."""
+"""Metrics of a batch of episodes, and what is told of each."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from areal_core.api.io_struct import Trajectory
-from areal_core.rollout.episode import OUTCOMES, Episode
+from areal_core.errors import ArealError, BadInputError
+from areal_core.rollout.episode import OUTCOMES, Episode, Group
 
 
 def outcome_stats(episodes: Iterable[Episode], prefix: str) -> dict[str, float]:
@@ -64,3 +66,36 @@ def trajectory_stats(trajectories: Sequence[Trajectory], version: int, prefix: s
     for name in sorted({name for t in trajectories for name in t.rewards}):
         stats[f"reward/{name}"] = float(np.mean([t.rewards[name] for t in trajectories if name in t.rewards]))
     return {f"{prefix}/{name}": float(value) for name, value in stats.items()}
+
+
+def nothing_accepted(groups: Sequence[Group], what: str) -> ArealError:
+    """Why no trajectory of ``groups`` could be used. Bad input where the reward is to blame, for it alone."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    counts: dict[str, int] = {}
+    for episode in episodes:
+        label = episode.outcome + (f" ({episode.reason})" if episode.reason else "")
+        counts[label] = counts.get(label, 0) + 1
+    summary = ", ".join(f"{count} {label}" for label, count in sorted(counts.items(), key=lambda item: -item[1]))
+    message = f"no episode of {what} was accepted: {summary or 'it has no rows'}."
+    errors = [episode.error for episode in episodes if episode.error is not None]
+    if errors:
+        message += f" For example: {errors[0]}"
+    by_reward = [e for e in episodes if e.error is not None and e.outcome == "rejected"]
+    if by_reward and all(e.error is not None or e.reason == "incomplete_group" for e in episodes):
+        return BadInputError(message)
+    return ArealError(message)
+
+
+def episode_info(episode: Episode, version: int) -> dict[str, Any]:
+    """What an outcome callback is told, JSON-compatible; ``version`` is the trainer's."""
+    group = episode.group
+    return {
+        "uid": group.uid,
+        "sample": episode.sample,
+        "split": group.split,
+        "reason": episode.reason,
+        "error": f"{type(episode.error).__name__}: {episode.error}" if episode.error is not None else None,
+        "attempts": episode.attempts,
+        "seconds": episode.seconds,
+        "version": version,
+    }

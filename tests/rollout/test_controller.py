@@ -598,6 +598,54 @@ def test_stop_when_thousands_run_leaves_no_task_and_no_thread(start, stubborn):
     assert ended == 2000
 
 
+def test_stop_when_groups_are_unused_or_running_reports_their_episodes_as_cancelled(start):
+    class Hanging(Workflow):
+        async def arun_episode(self, engine, data):
+            result = await super().arun_episode(engine, data)
+            if data["n"] == 3 and engine.sample == 1:
+                await asyncio.Event().wait()
+            return result
+
+    seen = []
+    controller = start(Hanging(), max_head_offpolicyness=1, on_outcome=lambda *args: seen.append(args))
+    for row in rows(4):
+        controller.submit(row)
+    controller.wait(2)
+    while controller.export_stats()["rollout/queue/ready"] < 1:
+        threading.Event().wait(0.01)
+
+    controller.stop()
+
+    reasons = [(outcome, info["reason"]) for _, outcome, info in seen]
+    assert reasons[:4] == [("accepted", "")] * 4
+    assert sorted(reasons[4:]) == [("cancelled", ""), *[("cancelled", "unused")] * 3]
+
+
+def test_wait_when_a_workflow_blocks_the_event_loop_still_ends(start, monkeypatch):
+    monkeypatch.setattr("areal_core.rollout.controller._CANCEL_SECONDS", 0.1)
+    free = threading.Event()
+
+    class Blocking(Workflow):
+        async def arun_episode(self, engine, data):
+            free.wait(30)  # not async: against the contract
+            return await super().arun_episode(engine, data)
+
+    controller = start(Blocking(), batch_size=1, group_size=1)
+
+    with pytest.raises(RolloutInterrupted):
+        controller.rollout_batch(rows(1), should_stop=lambda: True)
+
+    free.set()
+
+
+def test_rollout_batch_when_the_reward_counts_reports_its_totals(start):
+    class Scored(Workflow):
+        class reward_fn:
+            export_stats = staticmethod(lambda: {"reward/errors/nan": 2.0})
+
+    assert start(Scored()).rollout_batch(rows(1)).stats["reward/errors/nan"] == 2.0
+
+
 def test_controller_when_stopped_can_start_again(start):
     controller = start()
     controller.rollout_batch(rows(4))

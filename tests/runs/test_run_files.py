@@ -28,9 +28,13 @@ def test_atomic_write_when_the_block_raises_then_the_old_file_stays(tmp_path: Pa
     path = tmp_path / "f"
     path.write_text("old")
 
-    with pytest.raises(Stop), atomic_write(path, mode) as file:
-        file.write("half" if mode == "w" else b"half")
-        raise Stop
+    def write() -> None:
+        with atomic_write(path, mode) as file:
+            file.write("half" if mode == "w" else b"half")
+            raise Stop
+
+    with pytest.raises(Stop):
+        write()
 
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
@@ -49,9 +53,13 @@ def test_atomic_dir_when_the_block_ends_then_the_folder_appears_with_all_it_hold
 
 
 def test_atomic_dir_when_the_block_raises_then_nothing_is_left(tmp_path: Path) -> None:
-    with pytest.raises(Stop), atomic_dir(tmp_path / "d") as folder:
-        (folder / "x").write_text("1")
-        raise Stop
+    def write() -> None:
+        with atomic_dir(tmp_path / "d") as folder:
+            (folder / "x").write_text("1")
+            raise Stop
+
+    with pytest.raises(Stop):
+        write()
 
     assert list(tmp_path.iterdir()) == []
 

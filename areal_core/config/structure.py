@@ -157,13 +157,11 @@ class Structurer:
                 help = field.metadata.get("help", "")
                 problems.append(Problem((name,), f"is required{f' ({help.rstrip(chr(46))})' if help else ''}"))
         slot = classes.slot_of(cls)
-        options: dict[str, Any] = {}
-        for key in value:
-            problem = self._extra_key(key, value[key], cls, slot, options)
-            if problem is not None:
-                problems += problem
-        if slot is not None:
-            problems += self._select(cls, slot, arguments, options, value)
+        if slot is None:
+            problems += [problem for key in value for problem in self._extra_key(key, cls)]
+        else:
+            options, found = self._plugin_options(value, cls, slot, arguments)
+            problems += found
             arguments["plugin_options"] = options
         if problems:
             raise StructureError(problems)
@@ -185,55 +183,63 @@ class Structurer:
                 _fail(message.replace(repr(result), repr(value)) if type(value) is int else message)
         return result
 
-    def _extra_key(
-        self, key: str, value: Any, cls: type, slot: PluginSlot | None, options: dict[str, Any]
-    ) -> list[Problem] | None:
-        """Handle a key that no field has: a plugin's section (goes into ``options``), or a mistake."""
+    def _extra_key(self, key: str, cls: type) -> list[Problem]:
+        """What is wrong with a key that is neither a public field nor a plugin's section; nothing for a field."""
         fields = classes.fields_of(cls)
-        if key in fields:
-            if not classes.is_internal(fields[key]):
-                return None
-            if slot is not None and key == "plugin_options":
-                return [Problem((key,), "cannot be set; write a plugin's options under the plugin's own name")]
-            return [Problem((key,), "is set by the program; remove it")]
-        if slot is not None and any(
-            entry.name == key.partition("@")[0] for entry in classes.plugin_entries(slot, self.manager)
-        ):
-            try:
-                options_class = self.manager.options_class(slot.registry, key)
-                if options_class is None:
-                    return [Problem((key,), "this plugin has no options; remove the section")] if value else None
-                options[key] = self.structure({} if value is None else value, options_class)
-            except StructureError as error:
-                return [problem.below(key) for problem in error.problems]
-            except PluginError as error:
-                return [Problem((key,), str(error))]
-            return None
-        return [Problem((key,), "unknown key.", "unknown")]
+        if key not in fields:
+            return [Problem((key,), "unknown key.", "unknown")]
+        if not classes.is_internal(fields[key]):
+            return []
+        if key == "plugin_options" and classes.slot_of(cls) is not None:
+            return [Problem((key,), "cannot be set; write a plugin's options under the plugin's own name")]
+        return [Problem((key,), "is set by the program; remove it")]
 
-    def _select(
-        self, cls: type, slot: PluginSlot, arguments: dict[str, Any], options: dict[str, Any], value: dict[str, Any]
+    def _plugin_options(
+        self, value: dict[str, Any], cls: type, slot: PluginSlot, arguments: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[Problem]]:
+        """The options of the plugins that have a section, and of the selected one in any case."""
+        options: dict[str, Any] = {}
+        problems: list[Problem] = []
+        known = {entry.name for entry in classes.plugin_entries(slot, self.manager)}
+        selected = self._selected(value, cls, slot, arguments)
+        short = selected.partition("@")[0] if selected else None
+        section: Any = {}
+        section_key = short or ""
+        for key, item in value.items():
+            if selected and key in (selected, short) and key not in classes.fields_of(cls):
+                section, section_key = item, key
+            elif key in classes.fields_of(cls) or key.partition("@")[0] not in known:
+                problems += self._extra_key(key, cls)
+            else:
+                problems += self._options_of(slot, key, key, item, options)
+        if selected:
+            try:
+                self.manager.options_class(slot.registry, selected)
+            except PluginError as error:
+                return options, [*problems, Problem((slot.selector,), str(error))]
+            problems += self._options_of(slot, selected, section_key, section, options)
+        return options, problems
+
+    def _options_of(
+        self, slot: PluginSlot, name: str, key: str, section: Any, options: dict[str, Any]
     ) -> list[Problem]:
-        """Make sure that the selected plugin exists and its options are there."""
-        field = classes.fields_of(cls)[slot.selector]
-        selector = arguments.get(slot.selector, classes.default_of(field) if slot.selector not in value else None)
-        if not isinstance(selector, str):
-            return []
-        name = classes.selected_plugin(slot, selector)
-        short = name.partition("@")[0]
-        if name != short and short in options and name not in options:
-            options[name] = options.pop(short)
-        if name in options or (name in value and ":" not in name):
-            return []
+        """Put a plugin's options into ``options``; returns what is wrong with its section."""
         try:
             options_class = self.manager.options_class(slot.registry, name)
-            if options_class is not None and short not in value:
-                options[name] = self.structure({}, options_class)
-        except PluginError as error:
-            return [Problem((slot.selector,), str(error))]
+            if options_class is None:
+                return [Problem((key,), "this plugin has no options; remove the section")] if section else []
+            options[name] = self.structure({} if section is None else section, options_class)
         except StructureError as error:
-            return [problem.below(short) for problem in error.problems]
+            return [problem.below(key) for problem in error.problems]
+        except PluginError as error:
+            return [Problem((key,), str(error))]
         return []
+
+    def _selected(self, value: dict[str, Any], cls: type, slot: PluginSlot, arguments: dict[str, Any]) -> str | None:
+        """The selected plugin's name; None when the selector itself is wrong."""
+        default = classes.default_of(classes.fields_of(cls)[slot.selector]) if slot.selector not in value else None
+        selector = arguments.get(slot.selector, default)
+        return classes.selected_plugin(slot, selector) if isinstance(selector, str) else None
 
 
 def _is_anything(type_: Any) -> bool:

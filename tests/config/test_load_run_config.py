@@ -160,6 +160,15 @@ def test_load_when_a_plugin_or_its_options_are_wrong_says_how(
     assert message in problem(run_yaml, manager, *overrides)
 
 
+def test_load_when_selected_plugin_is_unknown_does_not_complain_about_its_section(
+    run_yaml: Path, manager: PluginManager
+) -> None:
+    text = problem(run_yaml, manager, "reward.name=absent", "reward.absent.x=1")
+
+    assert text.startswith("override 'reward.name=absent': reward.name: unknown reward 'absent'")
+    assert "reward.absent" not in text.replace("reward.absent.x=1", "")
+
+
 def test_load_when_selector_is_an_import_path_needs_no_plugin(run_yaml: Path, manager: PluginManager) -> None:
     config = load_run_config(run_yaml, ["reward.name=my.rewards:good"], manager)
 

@@ -1,0 +1,1 @@
+"""A plugin for tests; it uses nothing but the public API."""

@@ -90,6 +90,23 @@ def test_prefill_when_over_the_token_budget_gives_the_same_answers(model, make_e
     assert [a.output_tokens for a in split] == [a.output_tokens for a in whole]
 
 
+@pytest.mark.parametrize("kind", ["mistral", "gemma2"])
+def test_prefill_when_a_prompt_spans_many_window_blocks_equals_a_forward(
+    kind, make_model, make_engine, generate, reference_logprobs, monkeypatch
+):
+    monkeypatch.setattr("areal_local.attention._WINDOW_BLOCK", 16)
+    model = make_model(kind)
+    prompts = [ragged_prompts(1, 1)[0] * 61, list(range(90))]
+    engine = make_engine(model)
+
+    answers = generate(engine, [(prompt, {}) for prompt in prompts], greedy=True, max_new_tokens=3)
+
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.output_tokens == transformers_greedy(model, prompt, 3)
+        expected = reference_logprobs(model, prompt + answer.output_tokens, len(prompt))
+        torch.testing.assert_close(torch.tensor(answer.output_logprobs), expected, rtol=0, atol=1e-5)
+
+
 def test_cache_when_sequences_outgrow_it_keeps_what_is_stored(model, make_engine, generate, reference_logprobs):
     engine = make_engine(model)
 

@@ -140,6 +140,19 @@ def test_stop_string_when_it_appears_ends_the_answer_at_its_last_token(model, ma
     assert answers[1].stop_reason == "length"
 
 
+def test_stop_string_when_the_tokenizer_raises_fails_that_request_only(model, make_engine, generate):
+    class Broken(LetterTokenizer):
+        def decode(self, ids, skip_special_tokens=False):
+            raise KeyError("no such id")
+
+    engine = make_engine(model, tokenizer=Broken())
+
+    with pytest.raises(KeyError):
+        generate(engine, [(PROMPT, {"stop": ["x"]})])
+
+    assert generate(engine, [(PROMPT, {})], max_new_tokens=4)[0].output_len == 4
+
+
 def test_frequency_penalty_when_high_avoids_repetition(model, make_engine, generate):
     engine = make_engine(model)
 

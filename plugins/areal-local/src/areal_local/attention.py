@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 IMPLEMENTATION = "areal_local"
 
 _CAPACITY_STEP = 64
+_WINDOW_BLOCK = 256
 
 
 class UnsupportedModelError(Exception):
@@ -127,6 +128,25 @@ def _attention(
     return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)
 
 
+def _windowed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, softcap: float | None, window: int
+) -> torch.Tensor:
+    """Causal attention to the last ``window`` tokens; in blocks of queries, so that no mask is quadratic."""
+    size, outputs = query.shape[2], []
+    for start in range(0, size, max(window, _WINDOW_BLOCK)):
+        stop = min(size, start + max(window, _WINDOW_BLOCK))
+        first = max(0, start - window + 1)
+        age = (
+            torch.arange(start, stop, device=query.device)[:, None]
+            - torch.arange(first, stop, device=query.device)[None, :]
+        )
+        mask = torch.zeros(stop - start, stop - first, dtype=query.dtype, device=query.device)
+        mask.masked_fill_((age < 0) | (age >= window), float("-inf"))
+        block = (query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop])
+        outputs.append(_attention(*block, mask, scale, softcap))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
 class PrefillBucket:
     """Sequences of similar length whose attention runs as one padded call.
 
@@ -187,12 +207,11 @@ class PrefillPass:
             all_values[bucket.rows, :, :size] = v if bucket.source is None else v[bucket.source]
             if groups > 1:
                 k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-            mask = None
             if window is not None and window < size:
-                age = torch.arange(size, device=q.device)[:, None] - torch.arange(size, device=q.device)[None, :]
-                mask = torch.zeros(size, size, dtype=q.dtype, device=q.device)
-                mask.masked_fill_((age < 0) | (age >= window), float("-inf"))
-            out = _attention(q, k, v, mask, scale, softcap, causal=mask is None).transpose(1, 2).flatten(0, 1)
+                out = _windowed(q, k, v, scale, softcap, window)
+            else:
+                out = _attention(q, k, v, None, scale, softcap, causal=True)
+            out = out.transpose(1, 2).flatten(0, 1)
             outputs.append(out if bucket.gather is None else out[bucket.scatter])
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import random
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from areal_core.api.configs import InferenceEngineConfig
@@ -51,7 +51,7 @@ class LocalEngine(InferenceEngine):
         self._context: int | None = None
         self._vocab_size = 0
         self._eos_ids: tuple[int, ...] = ()
-        self._seeds = np.random.default_rng(self.options.seed)
+        self._seeds = random.Random(self.options.seed)
         self._exported: dict[str, float] = {}
 
     # ------------------------------------------------------------------------------------------- life
@@ -167,7 +167,7 @@ class LocalEngine(InferenceEngine):
         stop_ids = tuple(gconfig.stop_token_ids)
         if not gconfig.ignore_eos:
             stop_ids += self._eos_ids + _as_ids(getattr(tokenizer, "eos_token_id", None))
-        seed = gconfig.seed if gconfig.seed is not None else int(self._seeds.integers(1 << 63))
+        seed = gconfig.seed if gconfig.seed is not None else self._seeds.getrandbits(63)
         loop = asyncio.get_running_loop()
         return Pending(
             request=request,

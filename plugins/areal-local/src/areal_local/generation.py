@@ -271,10 +271,14 @@ class GenerationLoop:
         stopped = (rows.stop_ids[index] == ids[:, None]).any(axis=1)
         if rows.strings[index].any():
             for i in np.flatnonzero(rows.strings[index] & ~stopped & (generated >= rows.min_out[index])).tolist():
-                stopped[i] = self._ends_with_stop_string(int(index[i]))
+                try:
+                    stopped[i] = self._ends_with_stop_string(int(index[i]))
+                except Exception as error:  # a request's own tokenizer must not take the others down
+                    self._fail(int(index[i]), error)
         ended = stopped | (generated >= rows.max_out[index])
         for i in np.flatnonzero(ended).tolist():
-            self._finish(int(index[i]), "stop" if stopped[i] else "length")
+            if rows.requests[index[i]] is not None:
+                self._finish(int(index[i]), "stop" if stopped[i] else "length")
 
     def _ends_with_stop_string(self, row: int) -> bool:
         pending = self.rows.requests[row]
@@ -294,6 +298,12 @@ class GenerationLoop:
         self._done.append((pending, self.rows.response(row, reason)))
         self.rows.remove(row)
         self.counters["finished"] += 1
+
+    def _fail(self, row: int, error: Exception) -> None:
+        pending = self.rows.requests[row]
+        assert pending is not None
+        self._done.append((pending, error))
+        self.rows.remove(row)
 
     def _deliver(self) -> None:
         """Hand results to the event loops of their callers, once per loop."""

@@ -45,12 +45,8 @@ def plan_update(
             raise BadInputError(
                 f"{source}: {name!r} has shape {list(tensor.shape)}, but the model's has {list(target.shape)}"
             )
-        pairs[target.data_ptr() if target.numel() else id(target)] = (target, tensor)
-    missing = [
-        name
-        for name, parameter in model.named_parameters()
-        if (parameter.data_ptr() if parameter.numel() else id(parameter)) not in pairs
-    ]
+        pairs[id(target)] = (target, tensor)
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in pairs]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise BadInputError(f"{source}: weights are missing: {shown}. A full set of weights is needed.")
@@ -58,10 +54,11 @@ def plan_update(
 
 
 def apply_update(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy in place, with a cast where the types differ."""
+    """Copy in place, with a cast where the types differ; memory that is shared already is not copied."""
     with torch.no_grad():
         for own, new in pairs:
-            own.copy_(new)
+            if own.data_ptr() != new.data_ptr() or own.dtype != new.dtype:
+                own.copy_(new)
 
 
 def read_safetensors(folder: Path) -> list[tuple[str, torch.Tensor]]:

@@ -15,6 +15,9 @@ class FSDPConfig:
     logits_chunk_tokens: int = option(
         4096, "Tokens whose logits exist at one time; more are recomputed in the backward pass.", ge=1
     )
+    disable_dropout: bool = option(
+        True, "Switch off the dropout of the model itself (not LoRA's), so that training sees the sampler's policy."
+    )
     reshard_after_forward: bool = option(True, "Free gathered parameters of a layer between forward and backward.")
     cpu_offload: bool = option(False, "Keep sharded parameters, gradients and optimizer state in host memory.")
     max_shard_size: str = option("5GB", "Largest safetensors file of an export.")

@@ -101,6 +101,8 @@ class FSDPEngine(TrainEngine):
         try:
             self._folder = loading.resolve_folder(config.path, key=f"{role}.path")
             model = self._build_model(self._folder, from_scratch=config.init_from_scratch)
+            if self.options.disable_dropout:
+                loading.disable_dropout(model)
             if config.lora is not None:
                 self._peft = lora.add_lora(model, config.lora)
         except BadInputError as caught:
@@ -109,7 +111,7 @@ class FSDPEngine(TrainEngine):
         if config.optimizer is None:
             model.requires_grad_(False)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            loading.enable_recomputation(model)
         model.to(self.device)
         self._scorer = Scorer(
             model,
@@ -552,7 +554,7 @@ class _BatchRun:
         sums = [self.stats.get(name, [zero, zero]) for name in names]
         flat = torch.stack([self.loss_sum, *(value for pair in sums for value in pair)])
         comm.all_reduce(flat, self.group)
-        host = torch.cat([flat, torch.stack([norm.detach().double(), self.total_weight])]).tolist()
+        host = torch.cat([flat, torch.stack([norm.detach().to(flat), self.total_weight])]).tolist()
         grad_norm, total_weight = host[-2], host[-1]
         result = {"loss": host[0] / total_weight if total_weight > 0 else 0.0}
         for index, name in enumerate(names):

@@ -197,6 +197,24 @@ def _choose_attention(auto: Any, hf_config: Any, attn_impl: str, trust_remote_co
     return ATTENTION_NAME if supported else None
 
 
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout of the model to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def enable_recomputation(model: Any) -> None:
+    """Gradient checkpointing of every decoder layer."""
+    arguments = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.2x
+        model.activation_checkpointing_enable(arguments)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+
+
 def _read_generation_config(model: nn.Module, folder: Path) -> None:
     from transformers import GenerationConfig
 

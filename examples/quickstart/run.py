@@ -153,9 +153,9 @@ def show_rl(line: Mapping[str, float]) -> None:
 
 
 def show_result(sft: Path, grpo: Path, accuracy: tuple[float, float], seconds: tuple[float, float, float]) -> None:
-    table = Table(title="Held-out accuracy: 300 questions whose numbers were never trained on, greedy decoding")
+    table = Table(title="300 questions with numbers that were never trained on")
     table.add_column("Stage")
-    table.add_column("Accuracy", justify="right")
+    table.add_column("Held-out accuracy", justify="right")
     table.add_column("Time", justify="right")
     table.add_column("Run")
     table.add_row("after SFT", f"{accuracy[0]:.3f}", f"{seconds[0]:.0f} s", str(sft))

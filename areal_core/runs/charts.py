@@ -19,13 +19,18 @@ class _Chart:
     Attributes:
         note: one sentence that says how to read it.
         unit: ``""``, ``"s"`` or ``"%"`` (a share from 0 to 1).
+        idle: worth a place among the first charts even when all its values are 0.
     """
 
     title: str
     patterns: tuple[str, ...]
     note: str = ""
     unit: str = ""
+    idle: bool = True
 
+
+#: A series of the report's own, where the metrics have none such.
+_DERIVED = "trained tokens per second"
 
 _CHARTS = (
     _Chart("Reward", (r"(rollout|train|eval)/reward", "reward"), "Mean over the step's samples."),
@@ -45,21 +50,30 @@ _CHARTS = (
         "%",
     ),
     _Chart("Entropy", (r"(train|actor)/entropy",), "Nats per token."),
+    _Chart(
+        "Sampler against trainer",
+        (r"(train|actor)/logprob_gap",),
+        "Mean log-prob difference on the same tokens; 0 but for rounding.",
+    ),
     _Chart("Probability ratio", (r"(train|actor)/(ratio|behave_weight)",), "New over old policy; 1 means equal."),
     _Chart("Completion length", (r"(rollout|eval)/completion_len",), "Mean tokens."),
     _Chart("Truncated", (r"(rollout|eval)/truncated",), "Share of completions that hit the length limit.", "%"),
     _Chart("Gradient norm", (r"(train|actor|critic)/grad_norm", "grad_norm"), "Before clipping."),
     _Chart("Learning rate", (r"(train|actor|critic)/lr", "lr")),
-    _Chart("Throughput", (r".*tokens_per_s", "trained tokens per second"), "Tokens per second of step time."),
+    _Chart(
+        "Throughput",
+        (_DERIVED, r".*tokens_per_s(econd)?"),
+        "Of a whole step, prompts included; the engine's own beside it.",
+    ),
     _Chart("Time", (r"time/.*_s",), "Seconds of a step, by phase.", "s"),
-    _Chart("Staleness", (r"rollout/version_lag_(mean|max)",), "Versions between sampling and training."),
+    _Chart("Staleness", (r"rollout/version_lag_(mean|max)",), "Versions between sampling and training.", idle=False),
     _Chart(
         "Lost episodes",
         (r"rollout/(rejected|failed|cancelled|retries)",),
         "Episodes of a step that gave no sample, and repeated tries.",
+        idle=False,
     ),
     _Chart("Value function", (r"(train|critic)/value_(error|loss|clip_fraction)", r"critic/.*")),
-    _Chart("Progress", (r"(train/)?epoch",), "Epochs of the training data."),
 )
 
 
@@ -92,7 +106,7 @@ def _collect(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[floa
             steps.append(step)
             values.append(number)
 
-    explicit = any(name.endswith("tokens_per_s") for row in rows for name in row)
+    explicit = any(name.endswith("tokens_per_s") and not name.startswith("engine/") for row in rows for name in row)
     for row in rows:
         step = int(row["step"])
         for name, value in row.items():
@@ -100,7 +114,7 @@ def _collect(rows: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[floa
                 add(name, step, value)
         tokens, seconds = _number(row.get("train/tokens")), _number(row.get("time/step_s"))
         if not explicit and tokens is not None and seconds:
-            add("trained tokens per second", step, tokens / seconds)
+            add(_DERIVED, step, tokens / seconds)
     return series
 
 
@@ -133,7 +147,7 @@ def arrange_charts(rows: list[dict[str, Any]]) -> dict[str, Any]:
             if name not in used and re.fullmatch(pattern, name)
         ]
         names = list(dict.fromkeys(names))
-        if not names:
+        if not names or not (chart.idle or any(any(series[name][1]) for name in names)):
             continue
         used |= set(names)
         # Training curves below, the sparse held-out ones drawn on top.

@@ -99,8 +99,10 @@ def summarize(path: Path, rows: list[dict[str, Any]] | None = None) -> RunSummar
     except (OSError, ValueError, BadInputError) as error:
         problem, rows = str(error), rows or []
     checkpoint = config.get("checkpoint") or {}
-    metric = str(checkpoint.get("metric", "eval/reward"))
-    best = best_metric(rows, metric, str(checkpoint.get("mode", "max")))
+    # The same defaults as the trainer's, which a stored configuration leaves as null.
+    metric = str(checkpoint.get("metric") or ("eval/reward" if config.get("trainer") == "rl" else "eval/loss"))
+    mode = str(checkpoint.get("mode") or ("max" if "reward" in metric else "min"))
+    best = best_metric(rows, metric, mode)
     weights = path / "weights"
     return RunSummary(
         name=path.name,

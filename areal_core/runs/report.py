@@ -110,6 +110,7 @@ def build_report(run_path: Path | str, *, max_bytes: int = 3_000_000, groups_per
     except (OSError, ValueError):
         environment = {}
     data = {
+        "trainer": summary.trainer,
         "charts": arrange_charts(rows),
         "config": _flatten(read_config(run_path)),
         "environment": _environment_rows(environment),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from areal_core.cli.main import run as areal
+from areal_core.runs.listing import summarize
 from areal_core.runs.run_dir import RunDirectory
 
 CONFIG: dict[str, Any] = {"trainer": "rl", "checkpoint": {"metric": "eval/reward", "mode": "max"}}
@@ -123,3 +124,22 @@ def test_report_when_the_metrics_are_damaged_then_exit_2(root: Path, capsys: pyt
     assert areal(["report", str(root / "a")]) == 2
 
     assert "metrics.jsonl:1" in capsys.readouterr().err and not (root / "a" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "checkpoint", "best"),
+    [
+        ("rl", {"metric": None, "mode": None}, ("eval/reward", 2, 0.9)),
+        ("sft", {"metric": None, "mode": None}, ("eval/loss", 1, 0.1)),
+        ("sft", {"metric": "eval/loss", "mode": "max"}, ("eval/loss", 3, 0.3)),
+        ("rl", {"metric": "eval/absent", "mode": None}, None),
+    ],
+)
+def test_summarize_when_the_metric_is_left_out_then_the_trainers_default_ranks(
+    tmp_path: Path, trainer: str, checkpoint: dict[str, Any], best: Any
+) -> None:
+    with RunDirectory.open({"trainer": trainer, "checkpoint": checkpoint}, tmp_path / "r") as run:
+        for step, reward in ((1, 0.2), (2, 0.9), (3, 0.8)):
+            run.log_metrics(step, {"eval/reward": reward, "eval/loss": step / 10})
+
+    assert summarize(tmp_path / "r").best == best

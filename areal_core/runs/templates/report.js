@@ -75,7 +75,10 @@
       high = Math.max(high, sorted[sorted.length - 1 - cut], ...smoothed[i]);
     });
     // Equal but for rounding: no axis can tell such values apart.
-    if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) { const pad = Math.abs(low) * 0.1 || 0.5; return [low - pad, high + pad]; }
+    if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) {
+      const pad = Math.abs(low) * 0.1;
+      return low === 0 ? [0, 1] : [low - pad, high + pad];
+    }
     const pad = 0.06 * (high - low);
     return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
   }
@@ -104,7 +107,7 @@
     function draw(weight) {
       const width = svg.clientWidth || card.clientWidth - 28;
       if (width <= 0) return;
-      const left = 46, right = 10, top = 8, bottom = 22;
+      const left = 52, right = 10, top = 8, bottom = 22;
       const smoothed = series.map((s) => (s.heldOut || weight === 0 ? s.values : smooth(s.values, weight)));
       const [low, high] = domain(series, smoothed);
       const first = steps[0], last = steps[steps.length - 1];
@@ -185,6 +188,8 @@
   // ----------------------------------------------------------------------------------------------------- rollouts
 
   const groups = rollouts.groups;
+  // Training on demonstrations has no rollouts to show.
+  byId("rollouts-section").hidden = byId("rollouts-link").hidden = rollouts.total === 0 && data.trainer !== "rl";
   const finite = (value) => typeof value === "number";
   const rewards = groups.flatMap((g) => g.samples.map((s) => s.reward)).filter(finite);
   const lowest = rewards.length ? Math.min(...rewards) : 0;

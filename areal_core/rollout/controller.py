@@ -138,7 +138,11 @@ class RolloutController:
         if thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 asyncio.run_coroutine_threadsafe(_shut_down(runner), loop)
-        thread.join(_STOP_SECONDS + _CANCEL_SECONDS)
+        progress, since = -1, time.monotonic()
+        while thread.is_alive() and time.monotonic() - since < _STOP_SECONDS:
+            thread.join(_POLL_SECONDS)
+            if progress != runner.progress:
+                progress, since = runner.progress, time.monotonic()
         self._thread = self._loop = self._runner = None
         if thread.is_alive():
             logger.warning("the rollout thread does not end: something in an episode blocks the event loop")
@@ -331,13 +335,15 @@ class RolloutController:
         runner = self._live
         runner.wanted = self.batch_size
         while True:
+            # Asked in the loop's thread, where its counters agree with each other.
+            room = self._call(runner.room)
             rows: list[dict[str, Any]] = []
             # One batch more than there is room for: what ends while the trainer is busy is replaced at once.
-            while runner.room and len(rows) < runner.room + self.batch_size:
+            while room and len(rows) < room + self.batch_size:
                 rows += dataloader.next_batch()
             if rows:
                 self._submit(rows)
-            self._wait(lambda: len(runner.ready) >= self.batch_size or runner.room > 0, should_stop)
+            self._wait(lambda: len(runner.ready) >= self.batch_size or runner.room() > 0, should_stop)
             if len(runner.ready) >= self.batch_size:
                 groups = self._call(runner.take, self.batch_size)
                 if groups is not None:
@@ -360,9 +366,10 @@ class RolloutController:
             groups = self._call(runner.take, count) if len(runner.ready) >= count else None
             if groups is not None:
                 return self._finish_async(groups, start)
-            if self._under_way() < count:
+            under_way = self._call(self._under_way)
+            if under_way < count:
                 raise ArealError(
-                    f"cannot wait for {count} groups: {self._under_way()} are under way (the others were consumed, "
+                    f"cannot wait for {count} groups: {under_way} are under way (the others were consumed, "
                     "dropped as incomplete or stale, or never submitted)"
                 )
 
@@ -497,15 +504,20 @@ class RolloutController:
 async def _shut_down(runner: EpisodeRunner) -> None:
     loop = asyncio.get_running_loop()
     try:
-        tasks = runner.cancel_all()
+        runner.cancel_all()
         # Also what episodes left behind: tasks that they started and did not await.
         current = asyncio.current_task()
-        tasks += [task for task in asyncio.all_tasks(loop) if task is not current and task not in set(tasks)]
+        tasks = [task for task in asyncio.all_tasks(loop) if task is not current]
         for task in tasks:
             task.cancel()
+        since = loop.time()
+        while tasks and loop.time() - since < _STOP_SECONDS / 2:
+            await asyncio.sleep(0.01)
+            alive = [task for task in tasks if not task.done()]
+            if len(alive) < len(tasks):
+                tasks, since = alive, loop.time()
+                runner.progress += 1
         if tasks:
-            _, alive = await asyncio.wait(tasks, timeout=_STOP_SECONDS)
-            if alive:
-                logger.warning("%d tasks ignore their cancellation and are abandoned", len(alive))
+            logger.warning("%d tasks ignore their cancellation and are abandoned", len(tasks))
     finally:
         loop.stop()

@@ -75,6 +75,7 @@ class EpisodeRunner:
         self.dropped: list[Group] = []  # complete, not to be used; to be reported
         self.unused: list[Group] = []  # after cancel_all: let in, and neither taken nor dropped
         self.wanted = 1  # complete groups that a thread waits for
+        self.progress = 0  # changes with every episode that ends
         self._limit = config.max_concurrent_rollouts or (1 << 62)
         self._retries = config.max_retries
         self._running: dict[Episode, None] = {}  # in the order of their deadlines
@@ -155,7 +156,6 @@ class EpisodeRunner:
         self.staleness.set_version(version)
         self._admit()
 
-    @property
     def room(self) -> int:
         """Groups that could be submitted and would start now."""
         return max(0, self.staleness.capacity - len(self.pending))
@@ -267,6 +267,7 @@ class EpisodeRunner:
         if episode.ended:
             return
         episode.ended = True
+        self.progress += 1
         group = episode.group
         lane_name = "train" if group.job is None else group.job.lane
         if episode.task is not None:
@@ -292,16 +293,16 @@ class EpisodeRunner:
                 self.notify()
             return
         del self.inside[group]
-        self.staleness.running -= 1
-        if self._stopping:
-            return
         if not group.dropped and len(accepted) < self.min_members:
             group.drop("incomplete")
-        if not group.dropped:
+        if not group.dropped and not self._stopping:
             group.read_first_version()
             self.staleness.waiting += 1
             self.ready.append(group)
-        else:
+        self.staleness.running -= 1
+        if self._stopping:
+            return
+        if group.dropped:
             self.dropped.append(group)
             self._admit()
         if group.dropped or len(self.ready) >= self.wanted or not self.inside:
@@ -388,15 +389,14 @@ class EpisodeRunner:
         lane.queue = deque(episode for episode in lane.queue if episode.group.job is not job)
         self._cancel([episode for group in job.groups for episode in group.episodes])
 
-    def cancel_all(self) -> list[asyncio.Task[None]]:
-        """Cancel everything; returns the tasks that have yet to notice."""
+    def cancel_all(self) -> None:
+        """Cancel everything; the tasks have yet to notice."""
         self._stopping = True
         self.unused = [*self.ready, *self.inside]
-        tasks = []
         for lane in self.lanes.values():
             queue, lane.queue = lane.queue, deque()
             self._cancel(queue)
-            tasks += self._cancel(list(lane.running))
+            self._cancel(list(lane.running))
         for group in self.unused:
             for episode in group.accepted:
                 episode.outcome, episode.reason = "cancelled", "unused"
@@ -404,22 +404,18 @@ class EpisodeRunner:
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
-        return tasks
 
-    def _cancel(self, episodes: Iterable[Episode]) -> list[asyncio.Task[None]]:
-        tasks = []
+    def _cancel(self, episodes: Iterable[Episode]) -> None:
         for episode in episodes:
             if episode.ended:
                 continue
             task = episode.task
             if task is not None:
                 task.cancel()
-                tasks.append(task)
             # Ended here and now: a task that was never started is not told of its cancellation, and a workflow may
             # take its time over it.
             episode.outcome = "cancelled"
             self._end(episode)
-        return tasks
 
 
 def _name_of(workflow: Any) -> str:

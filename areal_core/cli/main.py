@@ -108,21 +108,16 @@ def _usage_text(error: Any) -> str:
     return f"{error.format_message()}\nTry '{path} --help'."
 
 
-def build_app(*, plain: bool | None = None) -> typer.Typer:
-    """The application with the kernel's own commands.
-
-    Args:
-        plain: help without rich; by default when stdout is no terminal.
-    """
-    plain = console.is_plain() if plain is None else plain
+def build_app() -> typer.Typer:
+    """The application with the kernel's own commands."""
     app = typer.Typer(
         name="areal",
         help="Reinforcement-learning post-training for language models.",
         epilog=_EPILOG,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        # Help through rich takes longer to import than everything else together.
-        rich_markup_mode=None if plain else "rich",
+        # typer's help through rich imports a Markdown parser and more, as slow as everything else together.
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
@@ -152,8 +147,7 @@ def _options(
 
 def build_command(arguments: Sequence[str]) -> Any:
     """The whole command tree; plugins' commands are added when ``arguments`` could need them."""
-    app = build_app()
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(build_app())
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name in command.commands or "--version" in arguments[:1]:
         return command
@@ -164,20 +158,20 @@ def build_command(arguments: Sequence[str]) -> Any:
     if candidates:
         from areal_core.plugins import PluginManager
 
-        add_plugin_commands(command, PluginManager(candidates), rich_markup_mode=app.rich_markup_mode)
+        add_plugin_commands(command, PluginManager(candidates))
     if name is not None and name not in command.commands:
         from areal_core.plugins import get_plugin_manager
 
-        add_plugin_commands(command, get_plugin_manager(), rich_markup_mode=app.rich_markup_mode)
+        add_plugin_commands(command, get_plugin_manager())
     return command
 
 
-def add_plugin_commands(command: Any, manager: PluginManager, *, rich_markup_mode: Any = None) -> None:
+def add_plugin_commands(command: Any, manager: PluginManager) -> None:
     """Add what plugins bring through ``areal_commands``. One that fails costs a warning, and its own commands."""
     for plugin, add in manager.implementations("areal_commands"):
         try:
             # An application of its own: a hook that fails half-way leaves nothing behind.
-            app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=rich_markup_mode)
+            app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
             add(app=app)
             group = typer.main.get_group(app)
         except Exception as error:

@@ -22,7 +22,7 @@ def render_markdown() -> str:
 
     from areal_core.cli.main import build_app
 
-    command = typer.main.get_group(build_app(plain=True))
+    command = typer.main.get_group(build_app())
     lines = [_INTRODUCTION]
     for path, subcommand in _walk(command, ("areal",)):
         lines += _describe(path, subcommand)

@@ -7,10 +7,10 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-import attrs
-
-from areal_core.hookspecs import ENTRY_POINT_GROUP
+#: As in ``areal_core.hookspecs``, which would bring pluggy and attrs along: the command line's help needs this module.
+ENTRY_POINT_GROUP = "areal"
 
 #: Comma-separated distributions or entry-point names; nothing else loads. ``core`` always does.
 ALLOW_VARIABLE = "AREAL_PLUGINS"
@@ -26,8 +26,7 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@attrs.frozen
-class EntryPoint:
+class EntryPoint(NamedTuple):
     """One entry point: its name, the module it points to, and the distribution that brings it."""
 
     name: str

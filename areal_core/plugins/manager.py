@@ -12,13 +12,10 @@ import attrs
 import pluggy
 
 from areal_core.errors import PluginError, did_you_mean
-from areal_core.logging import getLogger
 from areal_core.plugins.discovery import EntryPoint, canonical, discover
 from areal_core.plugins.inspection import REGISTRIES, Entry, PluginInfo, inspect_plugin, new_pluggy_manager
 from areal_core.plugins.loading import describe, import_path, is_import_path
 from areal_core.registration import Registration
-
-logger = getLogger("PluginManager")
 
 
 class PluginManager:
@@ -185,8 +182,12 @@ class PluginManager:
             try:
                 caller(**arguments)
             except Exception as error:
+                # Only here, so that the command line's help does not wait for it.
+                from areal_core.logging import getLogger
+
                 self.lifecycle_errors[hook_name, name] += 1
                 count = self.lifecycle_errors[hook_name, name]
+                logger = getLogger("PluginManager")
                 if count == 1:
                     logger.warning("%s of plugin %s failed; training goes on", hook_name, name, exc_info=True)
                 elif str(count).strip("0") == "1":

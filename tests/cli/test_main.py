@@ -16,7 +16,20 @@ from areal_core import ArealError, BadInputError, ConfigError, __version__
 from areal_core.cli import console, main
 from areal_core.cli.reference import render_markdown
 
-HEAVY = {"torch", "transformers", "datasets", "omegaconf", "numpy", "yaml", "importlib.metadata", "packaging"}
+HEAVY = {"torch", "transformers", "datasets", "omegaconf", "numpy", "yaml", "rich.markdown"}
+HEAVY |= {"attrs", "pluggy", "importlib.metadata", "packaging"}
+    "attrs",
+    "pluggy",
+    "rich.markdown",
+    "torch",
+    "transformers",
+    "datasets",
+    "omegaconf",
+    "numpy",
+    "yaml",
+    "importlib.metadata",
+    "packaging",
+}
 
 COMMAND_PLUGIN = """
 @hookimpl
@@ -34,8 +47,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
     def use(error: BaseException) -> None:
         original = main.build_app
 
-        def build(**keywords: Any) -> typer.Typer:
-            app = original(**keywords)
+        def build() -> typer.Typer:
+            app = original()
 
             @app.command("fail")
             def fail() -> None:
@@ -131,7 +144,7 @@ def _commands(command: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str,
 
 
 def test_help_when_asked_of_every_command_exits_0_and_shows_an_example(areal: Any) -> None:
-    commands = _commands(typer.main.get_group(main.build_app(plain=True)))
+    commands = _commands(typer.main.get_group(main.build_app()))
     assert {("train",), ("plugins", "list"), ("config", "check")} <= {path for path, _ in commands}
 
     for path, command in commands:
@@ -235,6 +248,6 @@ def test_is_plain_when_no_color_is_set_holds_even_on_a_terminal(monkeypatch: pyt
 def test_render_markdown_when_called_describes_every_command() -> None:
     page = render_markdown()
 
-    for path, _ in _commands(typer.main.get_group(main.build_app(plain=True))):
+    for path, _ in _commands(typer.main.get_group(main.build_app())):
         assert f"`areal {' '.join(path)}`\n" in page
     assert page == render_markdown()

@@ -10,8 +10,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from areal_core import PluginError
-from areal_core.plugins import PluginManager
+from areal_core import PluginError, hookspecs
+from areal_core.plugins import PluginManager, discovery
 from areal_core.plugins.inspection import HOOK_NAMES, REGISTRIES
 
 HEADER = """
@@ -48,6 +48,10 @@ def test_registries_when_compared_with_hookspecs_are_complete() -> None:
     lifecycle |= {"areal_weights_updated", "areal_checkpoint_saved"}
 
     assert set(REGISTRIES) == HOOK_NAMES - lifecycle - {"areal_commands"}
+
+
+def test_entry_point_group_when_compared_with_hookspecs_is_the_same() -> None:
+    assert discovery.ENTRY_POINT_GROUP == hookspecs.ENTRY_POINT_GROUP
 
 
 def test_load_when_plugin_is_listed_imports_target_only_on_load(load: Load, site: Path) -> None:

@@ -221,9 +221,9 @@ class RunDirectory:
         return self.path / "logs" / f"rank-{rank}.log"
 
     def log_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one line to ``metrics.jsonl`` at once, and flush the trajectories. NaN and infinity become null."""
+        """Append one line to ``metrics.jsonl`` at once; trajectories follow soon. NaN and infinity become null."""
         self.metrics.log(step, metrics)
-        self.trajectories.flush()
+        self.trajectories.flush(wait=False)
 
     def truncate(self, step: int) -> None:
         """Drop metrics and trajectories of steps after ``step``: they will be made again by the resumed run."""
@@ -263,11 +263,13 @@ class RunDirectory:
         if self._closed:
             return
         self._closed = True
-        self.metrics.close()
-        self.trajectories.close()
-        lock.release(self.path)
-        if RunDirectory._held.get(self.path) is self:
-            del RunDirectory._held[self.path]
+        try:
+            self.metrics.close()
+            self.trajectories.close()
+        finally:
+            lock.release(self.path)
+            if RunDirectory._held.get(self.path) is self:
+                del RunDirectory._held[self.path]
 
     def __enter__(self) -> RunDirectory:
         return self

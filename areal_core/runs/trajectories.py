@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from areal_core.errors import BadInputError
 from areal_core.logging import getLogger
@@ -23,6 +27,8 @@ logger = getLogger("Trajectories")
 Split = Literal["train", "eval"]
 _NAME = re.compile(r"(?P<split>[a-z_]+)-(?P<index>\d{5,})\.jsonl(?P<zst>\.zst)?")
 VOCABULARY = "tokens.jsonl"
+#: Trajectories that may wait for the disk; a writer that is ahead by more waits too.
+_MOST_WAITING = 4096
 
 
 def trajectory_files(folder: Path, split: str | None = None) -> list[Path]:
@@ -64,19 +70,16 @@ def read_vocabulary(folder: Path) -> dict[int, str]:
     return {int(line["id"]): str(line["text"]) for line in iter_json_lines(path)} if path.exists() else {}
 
 
-def run_lengths(values: Sequence[Any]) -> list[list[Any]]:
-    """``[[value, count], ...]``: masks and versions are constant over long stretches."""
-    runs: list[list[Any]] = []
-    for value in values:
-        if runs and runs[-1][0] == value:
-            runs[-1][1] += 1
-        else:
-            runs.append([value, 1])
-    return runs
+def run_lengths(values: npt.NDArray[Any]) -> list[list[int]]:
+    """``[[value, count], ...]`` of a 1-D integer array: masks and versions are constant over long stretches."""
+    if len(values) == 0:
+        return []
+    bounds = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    return [[int(values[start]), end - start] for start, end in itertools.pairwise(bounds)]
 
 
 class TrajectoryWriter:
-    """Appends trajectories to ``{split}-00000.jsonl`` and so on. Thread-safe.
+    """Appends trajectories to ``{split}-00000.jsonl`` and so on, in a thread of its own. Thread-safe.
 
     A line holds ``step``, ``time``, ``split``, ``outcome``, ``group_id``, ``reward``, ``rewards``, ``stop_reason``,
     ``n_turns``, ``prompt_len``, ``length``, ``prompt``, ``completion``, ``input_ids`` ``[L]``, ``logprobs`` (of the
@@ -95,11 +98,13 @@ class TrajectoryWriter:
         self.folder, self.max_bytes = folder, max_bytes
         self.tokenizer: Any = None
         self._lock = threading.Lock()
-        self._files: dict[str, IO[bytes]] = {}
         self._vocabulary = read_vocabulary(folder)
         self._vocabulary_new: list[int] = []
-        self._executor: ThreadPoolExecutor | None = None
-        self._compressions: list[Future[None]] = []
+        # One thread encodes, writes and compresses; only it touches the files, so they need no lock.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="areal-trajectories")
+        self._room = threading.Semaphore(_MOST_WAITING)
+        self._files: dict[str, IO[bytes]] = {}
+        self._failed = False
         self._closed = False
 
     def write(
@@ -113,21 +118,22 @@ class TrajectoryWriter:
         split: Split = "train",
         **extra: Any,
     ) -> None:
-        """Append one trajectory; on disk after :meth:`flush` at the latest.
+        """Append one trajectory; on disk after :meth:`flush`. A full disk is logged once, and does not raise here.
 
         Args:
             step: the step that trains on it, or that is evaluated.
-            trajectory: None for an episode that gave none (rejected, failed).
+            trajectory: None for an episode that gave none (rejected, failed). Its arrays must not change any more.
             prompt, completion: text; None: decoded if ``tokenizer`` is set.
             outcome: ``accepted``, ``rejected``, ``failed`` or ``cancelled``.
             extra: further JSON fields of the line.
         """
         record: dict[str, Any] = {"step": step, "time": round(time.time(), 3), "split": split, "outcome": outcome}
+        arrays: dict[str, Any] = {}
         if trajectory is not None:
-            ids = trajectory.input_ids.tolist()
-            mask = trajectory.loss_mask
             start = trajectory.prompt_len
             if self.tokenizer is not None:
+                # Here and not in the thread: a tokenizer must not be used by two threads at the same time.
+                ids = trajectory.input_ids.tolist()
                 self._learn(ids)
                 if prompt is None:
                     prompt = self.tokenizer.decode(ids[:start], skip_special_tokens=False)
@@ -135,64 +141,48 @@ class TrajectoryWriter:
                     completion = self.tokenizer.decode(ids[start:], skip_special_tokens=False)
             record |= {
                 "group_id": trajectory.group_id,
-                "reward": float(trajectory.reward),
-                "rewards": trajectory.rewards,
+                "reward": trajectory.reward,
+                "rewards": dict(trajectory.rewards),
                 "stop_reason": trajectory.stop_reason,
                 "n_turns": trajectory.n_turns,
                 "prompt_len": start,
-                "length": len(ids),
-                "prompt": prompt,
-                "completion": completion,
-                "input_ids": ids,
-                "logprobs": [round(value, 4) for value in trajectory.logprobs[mask].tolist()],
-                "loss_mask": run_lengths([int(value) for value in mask.tolist()]),
-                "versions": run_lengths(trajectory.versions.tolist()),
-                # The texts stand above already.
-                "metadata": {k: v for k, v in trajectory.metadata.items() if k not in ("prompt", "completion")},
+                "length": len(trajectory),
             }
-        else:
-            record |= {"prompt": prompt, "completion": completion}
-        line = (dumps(record | extra) + "\n").encode("utf-8", errors="replace")
+            arrays = {
+                "input_ids": trajectory.input_ids,
+                "logprobs": trajectory.logprobs,
+                "loss_mask": trajectory.loss_mask,
+                "versions": trajectory.versions,
+            }
+            # The texts stand beside it already.
+            extra = {
+                "metadata": {k: v for k, v in trajectory.metadata.items() if k not in ("prompt", "completion")},
+                **extra,
+            }
+        record |= {"prompt": prompt, "completion": completion, **extra}
+        self._room.acquire()  # Before the lock: the thread that makes room takes the lock too.
         with self._lock:
             if self._closed:
-                return
-            file = self._file(split)
-            file.write(line)
-            if file.tell() >= self.max_bytes:
-                self._rotate(split)
+                self._room.release()
+            else:
+                self._worker.submit(self._append, split, record, arrays)
 
-    def flush(self) -> None:
+    def flush(self, *, wait: bool = True) -> None:
         """Hand everything written so far to the operating system."""
-        with self._lock:
-            self._flush()
+        self._run(self._flush, wait=wait)
 
     def close(self) -> None:
-        """Flush, wait for running compressions, and close. What is written later is dropped."""
-        with self._lock:
-            self._flush()
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
-            self._closed = True
-        self._wait()
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
+        """Flush, wait for running compressions, and close. What is written later is dropped. May be called twice."""
+        try:
+            self._run(self._close_files)
+        finally:
+            with self._lock:
+                self._closed = True
+            self._worker.shutdown()
 
     def truncate(self, step: float) -> None:
         """Drop everything that belongs to a later step, atomically per file, and a torn last line."""
-        with self._lock:
-            self._flush()
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
-            self._wait()
-            for path in (*trajectory_files(self.folder), self.folder / VOCABULARY):
-                if path.exists():
-                    rewrite_json_lines(path, lambda line: int(line.get("step", 0)) <= step)
-            for path in self.folder.glob("*.jsonl"):  # killed between compressing a file and removing the original
-                if path.with_name(f"{path.name}.zst").exists():
-                    path.unlink()
+        self._run(lambda: self._truncate(step))
 
     def _learn(self, ids: list[int]) -> None:
         for token_id in set(ids) - self._vocabulary.keys():
@@ -201,14 +191,61 @@ class TrajectoryWriter:
                 self._vocabulary[token_id] = text
                 self._vocabulary_new.append(token_id)
 
+    # ------------------------------------------------------------------------------------------ in the worker thread
+
+    def _run(self, action: Callable[[], None], *, wait: bool = True) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            done = self._worker.submit(action)
+        if wait:
+            done.result()
+
+    def _append(self, split: str, record: dict[str, Any], arrays: dict[str, Any]) -> None:
+        try:
+            if arrays:
+                mask = arrays["loss_mask"]
+                record["input_ids"] = arrays["input_ids"].tolist()
+                record["logprobs"] = np.round(arrays["logprobs"][mask].astype(np.float64), 4).tolist()
+                record["loss_mask"] = run_lengths(mask)
+                record["versions"] = run_lengths(arrays["versions"])
+            file = self._file(split)
+            file.write((dumps(record) + "\n").encode("utf-8", errors="replace"))
+            if file.tell() >= self.max_bytes:
+                self._rotate(split)
+        except Exception as error:
+            # What a run learns matters more than its record of it.
+            if not self._failed:
+                self._failed = True
+                logger.warning("cannot write trajectories to %s: %s: %s", self.folder, type(error).__name__, error)
+        finally:
+            self._room.release()
+
     def _flush(self) -> None:
         for file in self._files.values():
             file.flush()
-        if self._vocabulary_new:
-            lines = [dumps({"id": token_id, "text": self._vocabulary[token_id]}) for token_id in self._vocabulary_new]
+        with self._lock:
+            new = {token_id: self._vocabulary[token_id] for token_id in self._vocabulary_new}
             self._vocabulary_new.clear()
+        if new:
+            lines = [dumps({"id": token_id, "text": text}) + "\n" for token_id, text in new.items()]
             with open(self.folder / VOCABULARY, "ab") as out:
-                out.write(("\n".join(lines) + "\n").encode("utf-8", errors="replace"))
+                out.write("".join(lines).encode("utf-8", errors="replace"))
+
+    def _close_files(self) -> None:
+        self._flush()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _truncate(self, step: float) -> None:
+        self._close_files()
+        for path in (*trajectory_files(self.folder), self.folder / VOCABULARY):
+            if path.exists():
+                rewrite_json_lines(path, lambda line: int(line.get("step", 0)) <= step)
+        for path in self.folder.glob("*.jsonl"):  # killed between compressing a file and removing the original
+            if path.with_name(f"{path.name}.zst").exists():
+                path.unlink()
 
     def _file(self, split: str) -> IO[bytes]:
         if split not in self._files:
@@ -218,35 +255,16 @@ class TrajectoryWriter:
                 match = _NAME.fullmatch(last[0].name)
                 assert match is not None
                 index = int(match["index"]) + bool(match["zst"])
-            self._files[split] = self._open(split, index)
+            path = self.folder / f"{split}-{index:05d}.jsonl"
+            self._files[split] = open(path, "ab")  # noqa: SIM115 - stays open until it is full
         return self._files[split]
 
-    def _open(self, split: str, index: int) -> IO[bytes]:
-        return open(self.folder / f"{split}-{index:05d}.jsonl", "ab")
-
     def _rotate(self, split: str) -> None:
-        full = self._files.pop(split)
-        full.close()
-        path = Path(full.name)
-        match = _NAME.fullmatch(path.name)
-        assert match is not None
-        self._files[split] = self._open(split, int(match["index"]) + 1)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="areal-zstd")
-        self._compressions.append(self._executor.submit(_compress, path))
+        import zstandard
 
-    def _wait(self) -> None:
-        for compression in self._compressions:
-            try:
-                compression.result()
-            except OSError as error:
-                logger.warning("could not compress a trajectory file, it stays as it is: %s", error)
-        self._compressions.clear()
-
-
-def _compress(path: Path) -> None:
-    import zstandard
-
-    with open(path, "rb") as source, atomic_write(path.with_name(f"{path.name}.zst"), "wb") as out:
-        zstandard.ZstdCompressor().copy_stream(source, out)
-    path.unlink()
+        file = self._files.pop(split)
+        file.close()
+        path = Path(file.name)
+        with open(path, "rb") as source, atomic_write(path.with_name(f"{path.name}.zst"), "wb") as out:
+            zstandard.ZstdCompressor().copy_stream(source, out)
+        path.unlink()

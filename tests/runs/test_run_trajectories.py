@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from areal_core.errors import BadInputError
+from areal_core.runs import trajectories
 from areal_core.runs.trajectories import TrajectoryWriter, iter_trajectories, read_vocabulary
 
 Make = Callable[..., Any]
@@ -88,6 +90,50 @@ def test_write_when_many_threads_rotate_then_every_line_is_there_once(tmp_path: 
     assert sorted(groups) == sorted(f"{w}-{i}" for w in range(8) for i in range(100))
     assert len(list(tmp_path.glob("*.jsonl.zst"))) >= 5
     assert len(list(tmp_path.glob("*.jsonl"))) == 1
+
+
+def test_write_when_it_is_ahead_of_the_disk_then_it_waits_and_loses_nothing(
+    tmp_path: Path, trajectory: Make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectories, "_MOST_WAITING", 1)
+    writer = TrajectoryWriter(tmp_path)
+    writer.tokenizer = tokenizer
+
+    for i in range(300):
+        writer.write(1, trajectory(completion=chr(200 + i)))
+        writer.flush(wait=False)
+    writer.close()
+
+    assert [line["completion"] for line in iter_trajectories(tmp_path)] == [chr(200 + i) for i in range(300)]
+    assert len(read_vocabulary(tmp_path)) == 300 + len(set("2+2="))
+
+
+def test_write_when_the_disk_fails_then_it_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, trajectory: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "trajectories"
+    folder.mkdir()
+    writer = TrajectoryWriter(folder)
+    folder.rmdir()
+
+    with caplog.at_level(logging.WARNING, "areal"):
+        for _ in range(3):
+            writer.write(1, trajectory())
+        writer.close()
+
+    assert len(caplog.messages) == 1 and str(folder) in caplog.messages[0]
+
+
+def test_write_when_closed_then_it_is_dropped(tmp_path: Path, trajectory: Make) -> None:
+    writer = TrajectoryWriter(tmp_path)
+    writer.write(1, trajectory())
+    writer.close()
+    writer.close()
+
+    writer.write(2, trajectory())
+    writer.flush()
+
+    assert [line["step"] for line in iter_trajectories(tmp_path)] == [1]
 
 
 def test_writer_when_reopened_then_it_appends_and_never_touches_compressed_files(

@@ -18,18 +18,6 @@ from areal_core.cli.reference import render_markdown
 
 HEAVY = {"torch", "transformers", "datasets", "omegaconf", "numpy", "yaml", "rich.markdown"}
 HEAVY |= {"attrs", "pluggy", "importlib.metadata", "packaging"}
-    "attrs",
-    "pluggy",
-    "rich.markdown",
-    "torch",
-    "transformers",
-    "datasets",
-    "omegaconf",
-    "numpy",
-    "yaml",
-    "importlib.metadata",
-    "packaging",
-}
 
 COMMAND_PLUGIN = """
 @hookimpl

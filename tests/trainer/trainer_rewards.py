@@ -14,6 +14,10 @@ def digits_reward_fn(
     return sum(1 for token in completion_ids if token % 2 == 0) / max(1, len(completion_ids))
 
 
+def length_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    return len(completions) / 100
+
+
 def _sometimes(completion_ids: list[int], bad: Any) -> Any:
     """Misbehave for about one completion in four, decided by its tokens alone."""
     if sum(completion_ids) % 4 == 0:

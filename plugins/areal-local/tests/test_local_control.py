@@ -23,7 +23,7 @@ class Gate:
 
     def __init__(self, engine):
         self.loop = engine._loop
-        self.steps = 0
+        self.steps = self.completed = 0
         self.block_at = None
         self.reached = threading.Event()
         self.open = threading.Event()
@@ -36,6 +36,7 @@ class Gate:
             self.reached.set()
             self.open.wait(30)
         self._step()
+        self.completed += 1
 
 
 async def wait_for(event):
@@ -49,13 +50,17 @@ async def test_pause_when_a_step_runs_returns_only_after_it(model, make_engine):
     gate.block_at = 5
     task = asyncio.ensure_future(engine.agenerate(request()))
     await wait_for(gate.reached)
-    pausing = asyncio.ensure_future(asyncio.to_thread(engine.pause_generation))
-    await asyncio.sleep(0)
 
-    assert not pausing.done()
+    def pause():
+        engine.pause_generation()
+        return gate.completed
+
+    pausing = asyncio.ensure_future(asyncio.to_thread(pause))
+    while not engine._loop._paused:
+        await asyncio.sleep(0)
     gate.open.set()
-    await pausing
 
+    assert await pausing == 5
     assert gate.steps == 5
     assert not task.done()
     engine.continue_generation()

@@ -293,17 +293,20 @@ class EpisodeRunner:
                 self.notify()
             return
         del self.inside[group]
+        if self._stopping:
+            self.staleness.running -= 1
+            return
         if not group.dropped and len(accepted) < self.min_members:
             group.drop("incomplete")
-        if not group.dropped and not self._stopping:
+        # Never fewer in the counters than there are: another thread reads them.
+        if group.dropped:
+            self.dropped.append(group)
+        else:
             group.read_first_version()
             self.staleness.waiting += 1
             self.ready.append(group)
         self.staleness.running -= 1
-        if self._stopping:
-            return
         if group.dropped:
-            self.dropped.append(group)
             self._admit()
         if group.dropped or len(self.ready) >= self.wanted or not self.inside:
             self.notify()

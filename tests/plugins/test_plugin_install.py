@@ -15,6 +15,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent / "fixture_plugin"
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
 RUN = """\
 trainer: rl
 actor: {path: model, backend: "fsdp:d1", optimizer: {lr: 1e-4}}
@@ -97,6 +99,35 @@ def test_plugin_when_installed_by_pip_can_be_configured_and_used(python: Path, t
 
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == [5, 0.5, "RolloutWorkflow", {"hint": "Digits!"}]
+
+
+@pytest.mark.slow
+def test_plugin_when_installed_by_pip_is_trained_with(python: Path, tmp_path: Path) -> None:
+    write_model = (
+        "import torch\nfrom pathlib import Path\nfrom areal_arithmetic.model import write_model_folder\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "torch.manual_seed(0)\nfolder = Path('model')\n"
+        "write_model_folder(folder, hidden=32, layers=2, heads=2, overwrite=False)\n"
+        "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)\n"
+    )
+    made = run(python, "-c", write_model, cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert made.returncode == 0, made.stderr
+    (tmp_path / "run.yaml").write_text(RUN)
+    overrides = ("total_train_steps=2", "num_threads=1", "gconfig={n_samples: 4, max_new_tokens: 8}")
+    overrides += ("train_dataset.batch_size=2", "actor.dtype=float32", "checkpoint.save_final=false")
+    overrides += (f"reward.count={{characters: {LETTERS}, enough: 8}}",)
+
+    result = areal(python, "train", "run.yaml", *overrides, cwd=tmp_path, OMP_NUM_THREADS="1")
+
+    assert result.returncode == 0, result.stdout + result.stderr
+    folder = tmp_path / "runs" / "run"
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    written = [json.loads(line) for path in folder.glob("trajectories/train-*.jsonl") for line in path.open()]
+    assert [line["step"] for line in metrics] == [1, 2]
+    assert len(written) == 16 and all("Answer with digits." in line["prompt"] for line in written)
+    letters = [sum(line["completion"].count(letter) for letter in LETTERS) for line in written]
+    assert [line["reward"] for line in written] == pytest.approx([min(1.0, count / 8) for count in letters])
+    assert any(letters), "rewards that are all 0 would show nothing"
 
 
 @pytest.mark.slow

@@ -73,6 +73,8 @@ def _registry(text: str | None) -> str | None:
 
 
 def _print_list(manager: PluginManager, registry: str | None) -> None:
+    from areal_core.errors import did_you_mean
+    from areal_core.plugins.discovery import unmatched
     from areal_core.plugins.inspection import REGISTRIES
 
     rows, notes = [], []
@@ -87,6 +89,9 @@ def _print_list(manager: PluginManager, registry: str | None) -> None:
             rows.append(("-", "-", _source(plugin), plugin.status, ""))
         if plugin.reason:
             notes.append(f"{plugin.distribution} ({plugin.name}) is {plugin.status}: {plugin.reason}")
+    names = sorted({name for plugin in manager.plugins for name in (plugin.name, plugin.distribution)})
+    for variable, name in unmatched(plugin.entry_point for plugin in manager.plugins):
+        notes.append(f"{variable} names {name!r}, which is not installed.{did_you_mean(name, names)}")
     rows.sort(key=lambda row: (list(REGISTRIES.values()).index(row[0]) if row[0] != "-" else 99, row[1], row[2]))
     console.print_table(("KIND", "NAME", "FROM", "STATUS", "DESCRIPTION"), rows)
     if notes:

@@ -98,6 +98,17 @@ def why_disabled(entry: EntryPoint) -> str | None:
     return None
 
 
+def unmatched(entries: Iterable[EntryPoint]) -> list[tuple[str, str]]:
+    """``(variable, name)`` of every name in the environment's lists that no plugin has: most likely a typo."""
+    entries = list(entries)
+    return [
+        (variable, name)
+        for variable in (ALLOW_VARIABLE, DENY_VARIABLE)
+        for name in selected(variable) or ()
+        if not any(entry.is_named_in([name]) for entry in entries)
+    ]
+
+
 def plugins_that_mention(hook_name: str) -> list[EntryPoint]:
     """The plugins whose source names a hook: a cheap question that imports and runs nothing.
 

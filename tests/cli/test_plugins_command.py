@@ -55,6 +55,16 @@ def test_list_when_registry_is_unknown_exits_with_2(areal: Any) -> None:
     assert outcome.code == 2 and "Did you mean 'rewards'?" in outcome.stderr
 
 
+def test_list_when_a_variable_names_nothing_installed_says_so(areal_process: Any, install: Any) -> None:
+    install("fake-good", "fake_good", REWARDS)
+
+    outcome = areal_process("plugins", "list", AREAL_PLUGINS="fake-godo", AREAL_DISABLE_PLUGINS="core, nothing")
+
+    assert "AREAL_PLUGINS names 'fake-godo', which is not installed. Did you mean 'fake-good'?" in outcome.stdout
+    assert "AREAL_DISABLE_PLUGINS names 'nothing', which is not installed." in outcome.stdout
+    assert "names 'core'" not in outcome.stdout
+
+
 def test_show_when_plugin_has_options_lists_them(areal: Any) -> None:
     outcome = areal("plugins", "show", "multi_turn")
 

@@ -212,7 +212,10 @@ def test_selected_plugins_when_loaded_names_each_selector(run_yaml: Path, manage
 
 
 def test_load_when_called_imports_neither_torch_nor_omegaconf(run_yaml: Path, tmp_path: Path) -> None:
-    run_yaml.write_text("trainer: sft\nactor: {path: m, backend: x.y}\ntrain_dataset: {name: 'a.b:c'}\n")
+    run_yaml.write_text(
+        "trainer: rl\nactor: {path: m, backend: x.y}\ntrain_dataset: {name: 'a.b:c'}\nreward: {name: 'a.b:c'}\n"
+        "algorithm: {name: grpo}\nworkflow: {name: multi_turn}\n"
+    )
     program = (
         "import sys\nfrom pathlib import Path\nfrom areal_core import ConfigError\n"
         "from areal_core.api.load import load_run_config\n"

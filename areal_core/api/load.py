@@ -71,8 +71,9 @@ def error_places(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
 
 def _load(document: Document, manager: PluginManager) -> RunConfigType:
     cls = _trainer_class(document)
+    given = document.tree
     document = merge(_presets(cls, document, manager), document)
-    config: RunConfigType = build(cls, document, manager)
+    config: RunConfigType = build(cls, document, manager, given=given)
     _check_backends(config, document)
     _set_internal(config)
     return config
@@ -102,7 +103,7 @@ def _presets(cls: type, document: Document, manager: PluginManager) -> Document:
     default = typing.cast(str, classes.default_of(classes.fields_of(AlgorithmConfig)["name"]))
     name = section.get("name", default) if isinstance(section, dict) else default
     if isinstance(name, str) and "${" in name:
-        tree, problems = resolve(with_defaults(cls, document.tree))
+        tree, problems = resolve(document.tree, with_defaults(cls, document.tree))
         raise_problems(problems, document.positions)
         name = tree["algorithm"]["name"]
     if not isinstance(name, str):

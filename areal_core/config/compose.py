@@ -16,17 +16,29 @@ from areal_core.plugins import PluginManager, get_plugin_manager
 T = TypeVar("T")
 
 
-def build(cls: type[T], document: Document, manager: PluginManager | None = None) -> T:
+def build(
+    cls: type[T],
+    document: Document,
+    manager: PluginManager | None = None,
+    *,
+    given: dict[str, Any] | None = None,
+) -> T:
     """The configuration that a document describes.
 
     Keys that it does not set have the class's defaults; a section that the class fills by default is merged with what
     the document says of it. References ``${a.b}``, ``${oc.env:VAR}`` are OmegaConf's, and see the defaults too.
 
+    Args:
+        cls: the configuration class.
+        document: what is set.
+        manager: the plugins to look names up in.
+        given: the part of ``document`` that the user wrote, if not all of it; see :func:`resolve`.
+
     Raises:
         ConfigError: with every problem found, one line each.
     """
     manager = manager or get_plugin_manager()
-    tree, problems = resolve(with_defaults(cls, document.tree))
+    tree, problems = resolve(given or document.tree, with_defaults(cls, document.tree))
     raise_problems(problems, document.positions)
     try:
         result: T = Structurer(manager).structure(tree, cls)
@@ -75,8 +87,14 @@ def with_defaults(cls: type, tree: Mapping[str, Any]) -> dict[str, Any]:
     return {**result, **{key: value for key, value in tree.items() if key not in result}}
 
 
-def resolve(tree: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """``tree`` with its references replaced, and what could not be."""
+def resolve(given: dict[str, Any], tree: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """``tree`` with its references replaced, and what could not be.
+
+    Args:
+        given: what the user wrote. A reference is looked up here first: one to a whole section, such as
+            ``ref: ${actor}``, brings the keys that were written there, and not the defaults of that section's class.
+        tree: the same with defaults.
+    """
     texts = [(path, text) for path, text in _texts(tree, ()) if "${" in text]
     if not texts:
         return tree, []
@@ -89,12 +107,12 @@ def resolve(tree: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         else:
             _put(result, path, unescape(text))
     if references:
-        _resolve_references(tree, references, result, problems)
+        _resolve_references([given, tree], references, result, problems)
     return result, problems
 
 
 def _resolve_references(
-    tree: dict[str, Any], references: list[tuple[KeyPath, str]], result: dict[str, Any], problems: list[Problem]
+    trees: list[dict[str, Any]], references: list[tuple[KeyPath, str]], result: dict[str, Any], problems: list[Problem]
 ) -> None:
     # Slow to import, and most files hold no reference.
     from omegaconf import OmegaConf
@@ -109,17 +127,21 @@ def _resolve_references(
             problems.append(Problem(path, f"the reference in {text!r} cannot be read: {_first_line(error)}"))
     if problems:
         return
-    config = OmegaConf.create(tree)
+    configs = [OmegaConf.create(tree) for tree in trees]
     for path, text in readable:
-        node: Any = config
-        try:
-            for part in path:
-                node = node[part]
-            if OmegaConf.is_config(node):
-                node = OmegaConf.to_container(node, resolve=True)
-            _put(result, path, node)
-        except (OmegaConfBaseException, RecursionError) as error:
-            problems.append(Problem(path, f"the reference in {text!r} cannot be resolved: {_first_line(error)}"))
+        failure: BaseException | None = None
+        for config in configs:
+            try:
+                node: Any = config
+                for part in path:
+                    node = node[part]
+                _put(result, path, OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node)
+                break
+            except (OmegaConfBaseException, RecursionError) as error:
+                failure = error
+        else:
+            assert failure is not None
+            problems.append(Problem(path, f"the reference in {text!r} cannot be resolved: {_first_line(failure)}"))
 
 
 def _first_line(error: BaseException) -> str:

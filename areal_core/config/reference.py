@@ -27,7 +27,8 @@ A run is described by one YAML file. Each key below is written with its section,
 
 * Values are checked strictly: text is not a number, and an unknown key is an error. `1e-4` is a number.
 * `${actor.path}` refers to another key, and `${oc.env:HOME}` to an environment variable; write `\\${` for the two signs
-  themselves.
+  themselves. A reference to a section brings the keys that are written there. Text from the environment becomes a
+  number by `${oc.decode:${oc.env:NAME}}`.
 * Relative paths are relative to the directory that the command runs in.
 * A section that has a default is merged with it key by key; `null` switches it off where the type allows it.
 * The values of an algorithm's presets stand below those of the file, and above the defaults on this page.

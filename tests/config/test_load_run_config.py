@@ -189,6 +189,16 @@ def test_load_when_sampling_is_set_gives_every_model_its_temperature(
     assert config.actor.temperature == config.ref.temperature == temperature
 
 
+def test_load_when_a_section_refers_to_another_takes_the_written_keys(run_yaml: Path, manager: PluginManager) -> None:
+    run_yaml.write_text(RL.replace("tuned", "grpo"))
+
+    config = load_run_config(run_yaml, ["ref=${actor}", "actor.dtype=float32"], manager)
+
+    assert isinstance(config, RLConfig) and config.ref is not None
+    assert (config.ref.path, config.ref.dtype) == ("model", "float32")
+    assert type(config.ref).__name__ == "TrainEngineConfig"
+
+
 def test_load_when_path_is_relative_leaves_it_to_the_current_directory(run_yaml: Path, manager: PluginManager) -> None:
     config = load_run_config(run_yaml, ["run.root=out"], manager)
 

@@ -19,6 +19,7 @@ from areal_core.rollout.results import as_trajectories
 from areal_core.rollout.staleness import StalenessManager
 
 _WINDOW = 100
+_HUNG_REWARDS = 8
 
 logger = getLogger("RolloutController")
 
@@ -84,6 +85,8 @@ class EpisodeRunner:
         self._window: deque[bool] = deque(maxlen=max(1, min(_WINDOW, episodes_per_batch)))
         self._failed_in_window = 0
         self._exceptions: Counter[str] = Counter()
+        self._ever_scored = False
+        self._hung_rewards = 0
         self._stopping = self._holding = False
 
     # ------------------------------------------------------------------------------------------------- submission
@@ -208,6 +211,7 @@ class EpisodeRunner:
         elif isinstance(error, RewardError):
             episode.reject(f"reward_{error.kind}")
             episode.error = error
+            self._watch_hanging_reward(error)
         elif isinstance(error, BadInputError):
             self._fail(episode, error)
             self._stop_for(error)
@@ -229,6 +233,18 @@ class EpisodeRunner:
             episode.reject("filter")
             return
         episode.outcome = "accepted"
+        self._ever_scored = True
+
+    def _watch_hanging_reward(self, error: RewardError) -> None:
+        # A reward that hangs each time would take reward.timeout for every episode of the batch before it is noticed.
+        if error.kind != "timeout":
+            self._ever_scored = True
+        if self._ever_scored:
+            return
+        self._hung_rewards += 1
+        if self._hung_rewards >= _HUNG_REWARDS:
+            message = f"the first {self._hung_rewards} calls of the reward all took too long: {error}"
+            self._stop_for(BadInputError(message))
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
         episode.outcome, episode.error = "failed", error

@@ -304,6 +304,27 @@ def test_run_when_every_reward_fails_is_bad_input(start):
         controller.rollout_batch(rows(4))
 
 
+def test_run_when_the_reward_hangs_from_the_start_stops_before_the_batch_ends(start):
+    error = RewardError("timeout", "reward 'x' took more than 15 s")
+    workflow = Workflow(lambda data, sample, attempt: error)
+    controller = start(workflow, batch_size=100, max_concurrent_rollouts=1)
+
+    with pytest.raises(BadInputError, match="the first 8 calls of the reward all took too long: reward 'x'"):
+        controller.rollout_batch(rows(100))
+
+    assert len(workflow.seen) == 8
+
+
+def test_run_when_some_rewards_hang_goes_on(start):
+    error = RewardError("timeout", "reward 'x' took more than 15 s")
+    workflow = Workflow(lambda data, sample, attempt: error if data["n"] else 1.0)
+
+    result = start(workflow, batch_size=20, max_concurrent_rollouts=1).rollout_batch(rows(20))
+
+    assert len(result.trajectories) == 2
+    assert result.stats["rollout/rejected/reward_timeout"] == 38.0
+
+
 def test_run_when_the_workflow_rejects_everything_fails(start):
     controller = start(Workflow(lambda data, sample, attempt: None))
 

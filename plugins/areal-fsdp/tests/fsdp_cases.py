@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +79,17 @@ def model_config(arch: str) -> Any:
     raise ValueError(arch)
 
 
+_FOLDERS = tempfile.TemporaryDirectory(prefix="fsdp-models-")
+
+
 def make_folder(arch: str, folder: Path, *, seed: int = 0) -> Path:
-    """A Hugging Face folder with random fp32 weights."""
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(model_config(arch), dtype=torch.float32)
-    model.save_pretrained(folder)
+    """A Hugging Face folder with random fp32 weights, a copy of its own."""
+    first = Path(_FOLDERS.name) / f"{arch}-{seed}"
+    if not first.exists():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(model_config(arch), dtype=torch.float32)
+        model.save_pretrained(first)
+    shutil.copytree(first, folder, dirs_exist_ok=True)
     return folder
 
 

@@ -44,8 +44,7 @@ PREFIXES = [(0, 0), (0, 9), (0, 9), (0, 0), (14, 4), (14, 4), (0, 9), (0, 0), (3
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 10])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("prefixed", [True, False])
+@pytest.mark.parametrize(("softcap", "prefixed"), [(None, True), (None, False), (1.5, True)])
 def test_varlen_attention_when_ragged_expected_row_by_row_result_and_gradient(
     window: int | None, softcap: float | None, prefixed: bool
 ) -> None:

@@ -29,19 +29,26 @@ def register(app: typer.Typer) -> None:
         json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     ) -> None:
         """Score a model on the held-out split: reward, lengths, truncation."""
-        from areal_core.api.load import load_run_config
+        from areal_core.api.load import error_places, load_run_config
         from areal_core.errors import BadInputError
         from areal_core.plugins.manager import get_plugin_manager
         from areal_core.trainer.evaluate import evaluate as run_evaluation
 
         if weights is not None and not (weights / "config.json").is_file():
             raise BadInputError(f"--weights: no model at {weights} (a folder with config.json and safetensors).")
-        metrics = run_evaluation(
-            load_run_config(config, overrides or []),
-            get_plugin_manager(),
-            weights=None if weights is None else str(weights),
-        )
-        from areal_core.cli.console import print_json, print_table
+        from areal_core.cli.console import print_json, print_table, stderr
+        from areal_core.trainer.signals import Interrupted
+
+        try:
+            with error_places(config, overrides or []):
+                metrics = run_evaluation(
+                    load_run_config(config, overrides or []),
+                    get_plugin_manager(),
+                    weights=None if weights is None else str(weights),
+                )
+        except Interrupted as interrupted:
+            stderr("Interrupted.")
+            raise SystemExit(128 + interrupted.signum) from None
 
         if json:
             print_json(metrics)

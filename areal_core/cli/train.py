@@ -37,13 +37,14 @@ def register(app: typer.Typer) -> None:
         """
         import sys
 
-        from areal_core.api.load import load_run_config
+        from areal_core.api.load import error_places, load_run_config
         from areal_core.errors import BadInputError
         from areal_core.trainer.run import train as run_training
 
         if resume not in ("auto", "never", "must"):
             raise BadInputError(f"--resume: must be one of auto, never, must; got {resume!r}")
-        result = run_training(load_run_config(config, overrides or []), resume=resume)  # type: ignore[arg-type]
+        with error_places(config, overrides or []):
+            result = run_training(load_run_config(config, overrides or []), resume=resume)  # type: ignore[arg-type]
         from areal_core.cli.console import stderr
 
         if result.status == "interrupted":

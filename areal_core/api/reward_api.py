@@ -73,6 +73,7 @@ class AsyncRewardWrapper:
     ) -> None:
         self.fn, self.timeout, self.max_workers, self.name = fn, timeout, max_workers, name
         self._errors: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         self._calls = 0
         self._seconds = 0.0
         self._inner = fn if isinstance(fn, AsyncRewardWrapper) else None
@@ -99,11 +100,13 @@ class AsyncRewardWrapper:
         return {kind: self._errors[kind] for kind in KINDS}
 
     def export_stats(self) -> dict[str, float]:
-        """Totals so far: calls, mean seconds waited for one, and failed calls by kind (those that occurred)."""
+        """Since the last call of it: calls, mean seconds waited for one, failed calls by kind (those that occurred)."""
         if self._inner is not None:
             return self._inner.export_stats()
         stats = {"reward/calls": float(self._calls), "reward/seconds": self._seconds / max(1, self._calls)}
-        stats.update({f"reward/errors/{kind}": float(count) for kind, count in sorted(self._errors.items())})
+        new_errors = self._errors - self._reported
+        stats.update({f"reward/errors/{kind}": float(count) for kind, count in sorted(new_errors.items())})
+        self._calls, self._seconds, self._reported = 0, 0.0, self._errors.copy()
         return stats
 
     async def __call__(

@@ -435,12 +435,14 @@ class RolloutController:
                 stats[f"rollout/{reason}_groups"] = count
                 self._dropped[reason] += count
             stats.update(self._queue_stats())
-            stats.update(self._reward_stats())
+        # An evaluation reads them too, so that its calls do not show in the next batch.
+        shown = "" if prefix == "rollout" else f"{prefix}/"
+        stats.update({f"{shown}{name}": value for name, value in self._reward_stats().items()})
         self._report(ended)
         return RolloutResult(trajectories, stats)
 
     def _reward_stats(self) -> dict[str, float]:
-        """Totals of the training workflow's reward, if it keeps any: ``reward/calls``, ``reward/errors/KIND``."""
+        """Of the training workflow's reward since they were last read: ``reward/calls``, ``reward/errors/KIND``."""
         export = getattr(getattr(self.workflow, "reward_fn", None), "export_stats", None)
         return {} if export is None else export()
 
@@ -464,12 +466,11 @@ class RolloutController:
                     self.on_outcome(trajectory, episode.outcome, info)
 
     def export_stats(self) -> dict[str, float]:
-        """Totals since the start of the controller, queue sizes, and the reward's counters."""
+        """Totals since the start of the controller, and queue sizes."""
         stats = {f"rollout/total/{outcome}": count for outcome, count in self._totals.items()}
         stats.update({f"rollout/total/{name}_groups": count for name, count in self._dropped.items()})
         if self._runner is not None:
             stats.update(self._queue_stats())
-        stats.update(self._reward_stats())
         return stats
 
     # ----------------------------------------------------------------------------------------------------- state

@@ -659,7 +659,7 @@ def test_wait_when_a_workflow_blocks_the_event_loop_still_ends(start, monkeypatc
     free.set()
 
 
-def test_rollout_batch_when_the_reward_counts_reports_its_totals(start):
+def test_rollout_batch_when_the_reward_counts_reports_its_counters(start):
     class Scored(Workflow):
         class reward_fn:
             export_stats = staticmethod(lambda: {"reward/errors/nan": 2.0})

@@ -277,6 +277,8 @@ def test_export_stats_when_called_reports_calls_and_errors(wrap):
 
     asyncio.run(play())
 
-    stats = reward.export_stats()
+    stats, later = reward.export_stats(), reward.export_stats()
     assert stats["reward/calls"] == 2.0
     assert stats["reward/errors/nan"] == 1.0
+    assert later["reward/calls"] == 0.0 and "reward/errors/nan" not in later
+    assert reward.stats["nan"] == 1

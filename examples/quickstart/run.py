@@ -23,7 +23,7 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 BAR_WIDTH = 40
-SFT_LINES = 10
+SFT_STEPS_PER_LINE = 60
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -136,7 +136,7 @@ def read_lines(path: Path, position: int) -> tuple[list[Mapping[str, float]], in
 
 def show_sft(line: Mapping[str, float]) -> None:
     step = int(line["step"])
-    if step == 1 or step % (400 // SFT_LINES) == 0:
+    if step == 1 or step % SFT_STEPS_PER_LINE == 0:
         console.print(f"  step {step:3d}   loss {line['train/loss']:.3f}")
 
 

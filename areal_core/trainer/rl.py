@@ -103,7 +103,8 @@ class RLTrainer:
 
     def start(self) -> None:
         if self.rollouts is not None:
-            self.rollouts.start()
+            # A resumed run plays its unfinished rows again: not with the weights that the engine was loaded with.
+            self.rollouts.start(paused=True)
         self._update_weights(self.version)
 
     def train_step(self, step: int) -> bool:

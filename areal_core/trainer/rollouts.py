@@ -74,7 +74,10 @@ class Rollouts:
         self._step = 0
         self._state: dict[str, Any] = {}
 
-    def start(self) -> None:
+    def start(self, *, paused: bool = False) -> None:
+        """Start the event loop; ``paused``: no token is computed before ``resume`` tells of the engine's weights."""
+        if paused:
+            self.engine.pause_generation()
         self.controller.start()
         self._state = self._snapshot()
 

@@ -158,3 +158,20 @@ def test_environment_and_config_when_run_are_recorded(run: Any) -> None:
 
     assert json.loads((path / "environment.json").read_text())["earlier"] == []
     assert "arithmetic" in (path / "config.yaml").read_text()
+
+
+def test_resume_when_asynchronous_plays_rows_under_way_with_the_restored_weights(
+    rl_plain: dict[str, Any], tmp_path: Path
+) -> None:
+    # Arrange: stop after a step later than the staleness bound, with rows of the next ones under way.
+    rl_plain |= {"total_train_steps": 3, "checkpoint": {"keep_best": 0, "save_final": False, "freq_steps": 1}}
+    rl_plain["rollout"]["max_head_offpolicyness"] = 1
+    path = write_yaml(tmp_path / "run.yaml", rl_plain)
+    train(load_run_config(path, []))
+
+    # Act
+    done = train(load_run_config(path, ["total_train_steps=5"]), resume="must")
+
+    # Assert
+    assert [line["step"] for line in read_metrics(done.path)] == [1, 2, 3, 4, 5]
+    assert read_metrics(done.path)[3]["rollout/version_lag_max"] == 0

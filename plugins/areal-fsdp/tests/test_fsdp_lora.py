@@ -134,3 +134,20 @@ def test_initialize_when_target_is_unknown_expected_error_that_lists_layers(tmp_
 
     with pytest.raises(BadInputError, match=r"lora.target_modules.*down_proj"):
         cases.make_engine(folder, optimizer=cases.sgd(), lora=lora(target_modules=["nothing"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "fields"),
+    [
+        ("target_modules", {"target_modules": ["lm_head"]}),
+        ("modules_to_save", {"modules_to_save": ["lm_head"]}),
+        ("modules_to_save", {"modules_to_save": ["embed_tokens"]}),
+    ],
+)
+def test_initialize_when_one_end_of_a_tie_is_trained_expected_error(
+    key: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = cases.make_folder("qwen2", tmp_path)  # tied: no checkpoint could hold the result
+
+    with pytest.raises(BadInputError, match=rf"lora\.{key}.*tie_word_embeddings"):
+        cases.make_engine(folder, optimizer=cases.sgd(), lora=lora(**fields))

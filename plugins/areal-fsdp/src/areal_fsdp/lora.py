@@ -48,7 +48,30 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> Any:
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and not module.lora_A:
             raise BadInputError(f"lora.target_modules: {name} is not a linear layer; only those are supported.")
+    _check_ties(model)
     return wrapped
+
+
+def _check_ties(model: Any) -> None:
+    """Reject what changes one end of a tie: a checkpoint and an inference engine have one tensor for both ends.
+
+    Raises:
+        BadInputError: naming the module.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if not tied or model.get_output_embeddings() is None:
+        return
+    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    for name, module in model.named_modules():
+        if id(module) in ends and isinstance(module, (LoraLayer, ModulesToSaveWrapper)):
+            key = "target_modules" if isinstance(module, LoraLayer) else "modules_to_save"
+            raise BadInputError(
+                f"lora.{key}: {name} shares its weight with the other end of the model (tie_word_embeddings), which "
+                "adapters cannot train. Leave it out, or train all weights (no `lora`)."
+            )
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:

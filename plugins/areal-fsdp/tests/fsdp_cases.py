@@ -72,6 +72,17 @@ def model_config(arch: str) -> Any:
         return transformers.GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
         )
+    if arch == "opt":  # dropout rates as plain numbers
+        return transformers.OPTConfig(
+            **{k: _COMMON[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
+            ffn_dim=48,
+            word_embed_proj_dim=32,
+            max_position_embeddings=128,
+            dropout=0.1,
+            attention_dropout=0.1,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
     if arch == "mamba":
         return transformers.MambaConfig(
             vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, pad_token_id=0

@@ -246,3 +246,19 @@ def test_train_batch_when_no_optimizer_expected_error(tmp_path: Path) -> None:
 
     with pytest.raises(BadInputError, match="optimizer"):
         engine.train_batch(cases.ragged_batch(), cases.policy_loss, cases.token_weight)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "opt"])
+def test_train_batch_when_the_model_has_dropout_expected_logprobs_of_forward(arch: str, tmp_path: Path) -> None:
+    engine = cases.make_engine(cases.make_folder(arch, tmp_path), optimizer=cases.sgd(lr=0.5))
+    batch = cases.ragged_batch()
+    expected = engine.forward(batch).logprobs
+    seen: list[torch.Tensor] = []
+
+    def loss(output: TokenOutput, micro_batch: PackedBatch) -> LossOutput:
+        seen.append(output.logprobs.detach())
+        return cases.policy_loss(output, micro_batch)
+
+    engine.train_batch(batch, loss, cases.token_weight)
+
+    assert_close(seen[0], expected, rtol=0, atol=1e-6)

@@ -20,6 +20,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 #: Layer types whose attention is fully said by "causal" and a window.
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
+#: What modules call the share of layers that they leave out in training.
+_LAYER_DROP = {"layerdrop", "layer_drop"}
+
 
 def resolve_folder(path: str, *, key: str = "path") -> Path:
     """The local folder of a model; a hub id is fetched.
@@ -198,12 +201,13 @@ def _choose_attention(auto: Any, hf_config: Any, attn_impl: str, trust_remote_co
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout of the model to 0."""
+    """Set every dropout of the model to 0, also where a module holds its rate as a number."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name in _LAYER_DROP):
+                setattr(module, name, 0.0)
 
 
 def enable_recomputation(model: Any) -> None:

@@ -68,7 +68,8 @@ def run_loop(
         start = int(restored["step"])
         trainer.load_state(restored)
         if session is not None:
-            session.directory.truncate(start)
+            # The evaluation of the start is done again, too.
+            session.directory.truncate(-1 if start == 0 and config.evaluation.at_start else start)
     trainer.start()
     if session is not None:
         session.start_progress(trainer.total_steps)

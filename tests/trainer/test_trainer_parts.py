@@ -328,10 +328,14 @@ class FakeCheckpointer:
 
 
 def loop(
-    trainer: FakeTrainer, checkpointer: FakeCheckpointer, stop: StopSignal | None = None, **evaluation: Any
+    trainer: FakeTrainer,
+    checkpointer: FakeCheckpointer,
+    stop: StopSignal | None = None,
+    session: Any = None,
+    **evaluation: Any,
 ) -> None:
     config: Any = SimpleNamespace(evaluation=EvaluationConfig(**evaluation), checkpoint=CheckpointConfig())
-    run_loop(trainer, config, World(0, 1, None), None, checkpointer, stop or StopSignal())  # type: ignore[arg-type]
+    run_loop(trainer, config, World(0, 1, None), session, checkpointer, stop or StopSignal())  # type: ignore[arg-type]
 
 
 def test_run_loop_evaluates_and_saves_when_due_and_at_the_end() -> None:
@@ -359,6 +363,34 @@ def test_run_loop_when_resumed_goes_on_after_the_checkpoint() -> None:
     # Assert: nothing is repeated, and the evaluation of the start is not either.
     assert trainer.steps == [1, 2, 3, 4, 5]
     assert trainer.evaluated == [5]
+
+
+@pytest.mark.parametrize(("restored", "kept"), [(0, []), (2, [0, 1, 2])])
+def test_run_loop_when_resumed_keeps_the_lines_that_are_not_made_again(
+    restored: int, kept: list[int], tmp_path: Path
+) -> None:
+    # Arrange: step 0 is the evaluation of the start.
+    directory = RunDirectory.open({}, tmp_path / "run", resume="never")
+    for step in (0, 1, 2, 3):
+        directory.log_metrics(step, {"x": 1.0})
+    left: list[int] = []
+
+    def start_progress(total: int) -> None:
+        left.extend(line["step"] for line in map(json.loads, (directory.path / "metrics.jsonl").open()))
+
+    session = SimpleNamespace(directory=directory, start_progress=start_progress, log_step=lambda step, metrics: None)
+
+    # Act
+    loop(
+        FakeTrainer(4),
+        FakeCheckpointer(restored={"step": restored, "steps": []}),
+        session=session,
+        at_start=True,
+    )
+
+    # Assert
+    assert left == kept
+    directory.close()
 
 
 def test_run_loop_when_interrupted_in_a_step_saves_the_one_before() -> None:

@@ -103,6 +103,7 @@ class SFTTrainer:
             return True
         self.model.eval()
         count = min(len(valid), self.config.evaluation.limit or len(valid))
+        total, tokens = 0.0, 0
         for start in range(0, count, config.batch_size):
             if not self.world.agree(not self.stop() if self.world.is_main else None):
                 return False
@@ -111,7 +112,9 @@ class SFTTrainer:
             shard = self.router.scatter(batch, self._partition(batch))
             result = self.model.eval_batch(shard, sft_loss, sft_loss_weight)
             weight = self.world.agree(int(batch["loss_mask"].sum()) if batch is not None else None)
-            self.stats.ratio("eval/loss", result["loss"] * weight, weight)
+            total, tokens = total + result["loss"] * weight, tokens + weight
+        # Only now: an interrupted evaluation must not rank the weights by some of the rows.
+        self.stats.ratio("eval/loss", total, tokens)
         return True
 
     def state(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from trainer_harness import areal, read_metrics, start_areal, torchrun, untimed,
 
 from areal_core.api.load import load_run_config
 from areal_core.trainer.run import train
+from areal_fsdp.engine import FSDPEngine
 
 
 def test_train_when_sft_lowers_the_held_out_loss(sft_plain: dict[str, Any], tmp_path: Path) -> None:
@@ -95,3 +97,25 @@ def test_sft_on_two_ranks_equals_one(sft_plain: dict[str, Any], tmp_path: Path) 
     for a, b in zip(first[1:], second[1:], strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-4)
+
+
+def test_train_when_interrupted_within_an_evaluation_reports_no_part_of_it(
+    sft_plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Arrange: three batches of held-out rows, the signal within the first.
+    sft_plain["evaluation"] = {"freq_steps": 1}
+    plain_eval_batch = FSDPEngine.eval_batch
+
+    def eval_batch(self: FSDPEngine, *arguments: Any, **keywords: Any) -> dict[str, float]:
+        signal.raise_signal(signal.SIGTERM)
+        return plain_eval_batch(self, *arguments, **keywords)
+
+    monkeypatch.setattr(FSDPEngine, "eval_batch", eval_batch)
+
+    # Act
+    done = train(load_run_config(write_yaml(tmp_path / "run.yaml", sft_plain), []))
+
+    # Assert
+    assert done.status == "interrupted"
+    (line,) = read_metrics(done.path)
+    assert line["step"] == 1 and "eval/loss" not in line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from areal_core.api.engine_api import TrainEngine
+
+
+_PATIENCE = timedelta(days=30)
 
 
 @attrs.define
@@ -41,8 +45,9 @@ class World:
 
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        # A group of its own: batches and decisions must not queue behind an engine's collectives.
-        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+        # A group of its own: batches and decisions must not queue behind an engine's collectives. The other ranks wait
+        # in it for as long as rank 0 plays a batch; a rank that dies closes its connections, which ends the wait.
+        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_PATIENCE))
 
     @property
     def is_main(self) -> bool:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from trainer_harness import write_yaml
 
 from areal_core.algorithms.grpo import GRPO
 from areal_core.api.batch import PackedBatch, TokenOutput
-from areal_core.api.configs import CheckpointConfig, EvaluationConfig, PPOActorConfig
+from areal_core.api.configs import CheckpointConfig, EvaluationConfig, InferenceEngineConfig, PPOActorConfig
 from areal_core.api.io_struct import SaveLoadMeta
 from areal_core.api.load import load_run_config
 from areal_core.errors import BadInputError, ConfigError
@@ -411,6 +412,25 @@ def test_run_loop_when_interrupted_in_a_step_saves_the_one_before() -> None:
     # Assert
     assert raised.value.signum == signal.SIGTERM
     assert [number for number, _ in checkpointer.saved] == [2]
+
+
+# --------------------------------------------------------------------------------------------------------- world
+
+
+def test_world_when_rank_0_plays_long_episodes_has_ranks_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Arrange
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    # Act
+    try:
+        group: Any = World.from_environment().group
+        patience = group._get_backend(torch.device("cpu")).options._timeout
+    finally:
+        dist.destroy_process_group()
+
+    # Assert: torch's default is half an hour, and one episode may take that long.
+    assert patience.total_seconds() > 24 * InferenceEngineConfig().episode_timeout
 
 
 # -------------------------------------------------------------------------------------------------------- checks

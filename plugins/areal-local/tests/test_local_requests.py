@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest
@@ -219,6 +220,24 @@ def test_initialize_when_given_a_folder_loads_it_and_a_bad_one_is_an_error(model
             torch.tensor([PROMPT]), attention_mask=torch.ones(1, 5), max_new_tokens=5, do_sample=False, pad_token_id=0
         )
     assert answer.output_tokens == expected[0, 5:].tolist()
+
+
+def test_initialize_when_weights_are_pickled_is_an_error(model, tmp_path):
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+
+    with pytest.raises(BadInputError, match="safetensors"):
+        LocalEngine(InferenceEngineConfig(dtype="float32")).initialize(str(tmp_path))
+
+
+def test_initialize_when_a_tensor_is_missing_names_it(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(BadInputError, match=r"1 tensors are missing.*layers\.1\.mlp\.up_proj"):
+        LocalEngine(InferenceEngineConfig(dtype="float32")).initialize(str(tmp_path))
 
 
 async def test_agenerate_when_the_engine_is_not_running_says_so():

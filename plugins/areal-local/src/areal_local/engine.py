@@ -67,11 +67,21 @@ class LocalEngine(InferenceEngine):
 
         dtype = getattr(torch, self.config.dtype) if self.config.dtype is not None else "auto"
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                model_path, dtype=dtype, trust_remote_code=self.config.trust_remote_code
+            model, info = AutoModelForCausalLM.from_pretrained(
+                model_path,
+                dtype=dtype,
+                trust_remote_code=self.config.trust_remote_code,
+                use_safetensors=True,  # nothing that must be unpickled
+                output_loading_info=True,
             )
         except (OSError, ValueError) as error:
             raise BadInputError(f"{model_path}: cannot be loaded as a causal LM: {error}") from error
+        missing = sorted(info["missing_keys"])
+        if missing:
+            # transformers would go on with random numbers in their place.
+            raise BadInputError(
+                f"{model_path}: {len(missing)} tensors are missing from the safetensors, the first is {missing[0]!r}"
+            )
         self._start(model.to(self.device), tokenizer)
 
     @classmethod

@@ -60,6 +60,13 @@ def check_rl(config: RLConfig, algorithm: Algorithm) -> None:
             "the trainer cannot reproduce a penalised distribution. Use 0 (eval_gconfig may penalise).",
             key="gconfig.frequency_penalty",
         )
+    for key, section in (("gconfig", gconfig), ("eval_gconfig", config.eval_gconfig)):
+        if section is not None and section.seed is not None and (section is gconfig or section.n_samples > 1):
+            raise ConfigError(
+                "is the seed of every request, so all samples of a prompt would be the same. Leave it out: requests "
+                "get seeds of their own, derived from `seed`, and the run repeats all the same.",
+                key=f"{key}.seed",
+            )
     batch = config.train_dataset.batch_size * gconfig.n_samples
     for key, minibatches in (
         ("actor.ppo_n_minibatches", config.actor.ppo_n_minibatches),

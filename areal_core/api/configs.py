@@ -260,11 +260,18 @@ class DatasetConfig:
 # ----------------------------------------------------------------------------------------------------------- run
 
 
+def _is_folder_below(instance: Any, attribute: attrs.Attribute[Any], value: str) -> None:
+    """A name that leaves run.root, or is run.root itself, would mix the files of several runs."""
+    path = Path(value)
+    if path.is_absolute() or not path.parts or ".." in path.parts:
+        raise ValueError(f"must name a folder below run.root, got {value!r}")
+
+
 @attrs.define(kw_only=True)
 class RunConfig:
     """Where the run lives."""
 
-    name: str = option("run", "Name of the run; its directory is root/name.")
+    name: str = option("run", "Name of the run; its directory is root/name.", validator=_is_folder_below)
     root: Path = option(Path("runs"), "Folder of all runs.")
 
     @property
@@ -309,7 +316,7 @@ class TrackerConfig:
 class BaseTrainerConfig:
     """What every trainer's configuration has."""
 
-    seed: int = option(1, "Seed of everything random.", ge=0)
+    seed: int = option(1, "Seed of everything random.", ge=0, le=2**63 - 1)
     total_train_epochs: int = option(1, "Passes over the training data.", ge=1)
     total_train_steps: int | None = option(None, "Stop after so many steps, whatever the epochs.", ge=1)
     run: RunConfig = option(factory=RunConfig, help="Name and place of the run.")

@@ -118,6 +118,9 @@ def _presets(cls: type, document: Document, manager: PluginManager) -> Document:
         if path_of_key is None:
             raise ConfigError(f"the algorithm {name!r} presets {key!r}, which is not a key")
         set_value(result, path_of_key, value, f"preset of the algorithm {name!r}")
+        # What the file leaves out of a section is not the preset's mistake.
+        for length in range(1, len(path_of_key)):
+            result.positions.pop(path_of_key[:length], None)
     return result
 
 

@@ -125,9 +125,13 @@ class _Page:
         self.lines.append("")
 
 
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
 def _type(field: attrs.Attribute[Any]) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    bounds = [f"{sign} {field.metadata[name]:g}" for name, sign in signs.items() if name in field.metadata]
+    bounds = [f"{sign} {_number(field.metadata[name])}" for name, sign in signs.items() if name in field.metadata]
     section = classes.section_class(field.type) or classes.item_section_class(field.type)
     text = _escape(classes.type_text(field.type))
     if section is not None:

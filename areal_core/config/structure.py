@@ -273,6 +273,9 @@ def _scalar(value: Any, type_: Any) -> Any:
         return Path(value)
     if type(value) is not type_:
         _expected(type_, value)
+    if value != value:
+        # It passes no comparison, and would surface as a NaN loss much later.
+        _fail(f"expected {classes.type_text(type_)}, got nan")
     return value
 
 

@@ -84,6 +84,23 @@ def test_load_when_override_is_wrong_quotes_it(run_yaml: Path, manager: PluginMa
     )
 
 
+def test_load_when_seed_is_more_than_torch_takes_says_the_bound(run_yaml: Path, manager: PluginManager) -> None:
+    assert f"seed: must be <= {2**63 - 1}, got {2**63}" in problem(run_yaml, manager, f"seed={2**63}")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../other", "/tmp/other"])
+def test_load_when_run_name_leaves_the_root_says_so(run_yaml: Path, manager: PluginManager, name: str) -> None:
+    assert f"run.name: must name a folder below run.root, got '{name}'" in problem(
+        run_yaml, manager, f'run.name="{name}"'
+    )
+
+
+def test_load_when_a_section_is_missing_names_the_file_and_not_a_preset(run_yaml: Path, manager: PluginManager) -> None:
+    run_yaml.write_text("trainer: rl\ntrain_dataset: {name: rows}\nreward: {name: free}\nalgorithm: {name: tuned}\n")
+
+    assert f"{run_yaml}: actor.path: is required" in problem(run_yaml, manager)
+
+
 def test_load_when_value_breaks_a_bound_names_file_line_and_key(run_yaml: Path, manager: PluginManager) -> None:
     run_yaml.write_text(RL.replace("lr: 1e-4", "lr: -1"))
 

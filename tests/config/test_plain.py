@@ -31,6 +31,7 @@ from areal_core.plugins import PluginManager
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12) | st.sampled_from(
     ["${a.b}", "\\${x}", "\\\\${", "$${", "1e-4", "null", "yes", "???", "12:30", "a: b", "\\", "x\ny", "\ttab", "#"]
 )
+names = texts.filter(lambda text: Path(text).parts and not {"..", "/"} & set(Path(text).parts))
 floats = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(1e-8, 1e6)
 
@@ -45,7 +46,7 @@ def configs(draw: st.DrawFn) -> RLConfig:
     return RLConfig(
         seed=draw(st.integers(0, 2**40)),
         total_train_steps=draw(optional(st.integers(1, 10**6))),
-        run=RunConfig(name=draw(texts), root=Path(draw(texts))),
+        run=RunConfig(name=draw(names), root=Path(draw(texts))),
         trackers=draw(st.lists(st.builds(TrackerConfig, name=st.just("tensorboard")), max_size=2)),
         actor=PPOActorConfig(
             path=draw(texts),

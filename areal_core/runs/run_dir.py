@@ -237,14 +237,15 @@ class RunDirectory:
             BadInputError: if the file is damaged.
         """
         file = self.path / "state.json"
+        hint = "Remove the file to go on; only the ranking of the best weights is lost."
         try:
             state = json.loads(file.read_text("utf-8"))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            raise BadInputError(f"{file}: cannot read the run's state: {error}") from error
+            raise BadInputError(f"{file}: cannot read the run's state: {error}. {hint}") from error
         if not isinstance(state, dict):
-            raise BadInputError(f"{file}: holds no JSON object.")
+            raise BadInputError(f"{file}: holds no JSON object. {hint}")
         return state
 
     def write_state(self, state: Mapping[str, Any]) -> None:

@@ -87,13 +87,15 @@ class Checkpointer:
         path = self.run_path / "checkpoints" / str(name)
         try:
             restored: dict[str, Any] = json.loads((path / "trainer.json").read_text())
-        except (OSError, ValueError) as error:
+            if not isinstance(restored, dict) or not isinstance(restored.get("step"), int):
+                raise ValueError(f"{path / 'trainer.json'} holds no step")
+            for engine_name, engine in self.engines.items():
+                engine.load(SaveLoadMeta(path=path / engine_name, weight_format="dcp", with_optim=True))
+        except (OSError, ValueError, BadInputError) as error:
             raise BadInputError(
-                f"{path}: this checkpoint cannot be read ({error}). "
+                f"{path}: this checkpoint cannot be read ({str(error).rstrip('.')}). "
                 "Remove the folder to go on from the one before, or start over with another run.name."
             ) from error
-        for engine_name, engine in self.engines.items():
-            engine.load(SaveLoadMeta(path=path / engine_name, weight_format="dcp", with_optim=True))
         self._last_saved_step = int(restored["step"])
         if self.session is not None:
             # Steps after the checkpoint are done again: what they ranked is not true any more.

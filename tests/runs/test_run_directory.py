@@ -218,7 +218,7 @@ def test_read_state_when_damaged_then_error_names_it(open_run: Open, text: str) 
     run = open_run()
     (run.path / "state.json").write_text(text)
 
-    with pytest.raises(BadInputError, match=r"state\.json"):
+    with pytest.raises(BadInputError, match=r"state\.json.*Remove the file"):
         run.read_state()
 
 

@@ -191,14 +191,34 @@ def test_save_when_the_disk_is_full_leaves_the_last_checkpoint(make_checkpointer
     assert checkpointer.restore() == {"step": 1} and engine.value == 10
 
 
-def test_restore_when_trainer_json_is_damaged_names_the_checkpoint(make_checkpointer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"step": null}'])
+def test_restore_when_trainer_json_is_damaged_names_the_checkpoint(
+    make_checkpointer: Any, tmp_path: Path, text: str
+) -> None:
     # Arrange
-    checkpointer, _ = make_checkpointer()
+    checkpointer, engine = make_checkpointer()
     checkpointer.save(1, {})
-    (tmp_path / "run" / "checkpoints" / "step-000001" / "trainer.json").write_text("{")
+    (tmp_path / "run" / "checkpoints" / "step-000001" / "trainer.json").write_text(text)
+    engine.value = -1
 
     # Act / Assert
-    with pytest.raises(BadInputError, match="step-000001"):
+    with pytest.raises(BadInputError, match=r"step-000001: this checkpoint cannot be read .* Remove the folder"):
+        checkpointer.restore()
+    assert engine.value == -1
+
+
+def test_restore_when_an_engine_cannot_read_its_state_says_what_to_do(make_checkpointer: Any, tmp_path: Path) -> None:
+    # Arrange
+    checkpointer, engine = make_checkpointer()
+    checkpointer.save(1, {})
+
+    def load(meta: Any) -> None:
+        raise BadInputError(f"{meta.path}: is torn.")
+
+    engine.load = load
+
+    # Act / Assert
+    with pytest.raises(BadInputError, match=r"step-000001: .*actor: is torn\)\. Remove the folder"):
         checkpointer.restore()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,18 @@ def test_resume_when_dcp_saved_expected_bitwise_continuation(tmp_path: Path) -> 
     assert all(torch.equal(expected[k], v) for k, v in cases.parameters_of(other).items())
     result = other.train_batch(cases.ragged_batch(), cases.policy_loss, cases.token_weight)
     assert result == engine.train_batch(cases.ragged_batch(), cases.policy_loss, cases.token_weight)
+
+
+def test_save_and_load_dcp_when_one_process_expected_no_warning(tmp_path: Path) -> None:
+    engine = cases.make_engine(cases.make_folder("qwen2", tmp_path / "model"), optimizer=ADAMW, ft_spec=SPEC)
+    meta = SaveLoadMeta(path=tmp_path / "dcp", weight_format="dcp", with_optim=True)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.save(meta)
+        engine.load(meta)
+
+    assert [str(warning.message) for warning in caught] == []
 
 
 def test_load_dcp_when_without_optimizer_expected_weights_only(tmp_path: Path) -> None:

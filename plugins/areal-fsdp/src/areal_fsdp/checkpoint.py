@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,14 @@ def set_rng(tensors: dict[str, torch.Tensor], rank: int, device: torch.device) -
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+@contextmanager
+def _single_process_expected() -> Iterator[None]:
+    """torch warns of a missing process group even where ``no_dist`` says that there is none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
 def save_state(
     path: Path,
     model: nn.Module,
@@ -83,7 +94,8 @@ def save_state(
 
     state: dict[str, Any] = training_tensors(model, optimizer)
     state.update(rng_tensors(rank, device))
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=not dist.is_initialized())
+    with _single_process_expected():
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=not dist.is_initialized())
     if rank == 0:
         text = json.dumps({**meta, "world_size": _world_size()}, indent=2)
         (path / _META).write_text(text + "\n", encoding="utf-8")
@@ -128,7 +140,8 @@ def load_state(
     if same_world:
         fresh.update({k: torch.empty_like(v) for k, v in rng_tensors(rank, device).items() if k in stored})
     try:
-        dcp.load(fresh, storage_reader=reader, no_dist=not dist.is_initialized())
+        with _single_process_expected():
+            dcp.load(fresh, storage_reader=reader, no_dist=not dist.is_initialized())
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise BadInputError(f"{path}: cannot read the checkpoint ({_cause(error)}).") from error
     with torch.no_grad():

@@ -194,7 +194,10 @@ class FSDPEngine(TrainEngine):
         result, (grad_norm, total_weight) = run.results(norm)
         skipped = not (math.isfinite(grad_norm) and total_weight > 0 and parameters)
         if skipped:
-            logger.warning("step skipped: gradient norm %s, total weight %s", grad_norm, total_weight)
+            if total_weight > 0:
+                logger.warning("step skipped: the gradient norm is %s", grad_norm)
+            else:
+                logger.warning("step skipped: no token has a weight (in RL: every advantage is 0)")
         else:
             self._optimizer.step()
             self._steps += 1

@@ -28,6 +28,8 @@ from typing import Any
 REQUEST = struct.Struct("<QI")
 ANSWER = struct.Struct("<QBdI")
 OK, RAISED, EXITED, NONE, NAN, INF, TYPE, READY, BROKEN = range(9)
+#: Training holds rewards in 32 bits; what is beyond them would arrive there as infinity.
+_LARGEST = 3.4028234663852886e38
 
 
 def classify(value: Any) -> tuple[int, float, str]:
@@ -45,8 +47,10 @@ def classify(value: Any) -> tuple[int, float, str]:
             value = float(value)
         except OverflowError:
             return INF, 0.0, "returned an integer too large for a float"
-    if math.isfinite(value):
+    if -_LARGEST <= value <= _LARGEST:
         return OK, value, ""
+    if math.isfinite(value):
+        return INF, 0.0, f"returned {value}, too large for a 32-bit float"
     return (NAN, 0.0, "returned NaN") if math.isnan(value) else (INF, 0.0, f"returned {value}")
 
 

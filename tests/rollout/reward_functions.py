@@ -60,6 +60,8 @@ def misbehave_reward_fn(prompt, completions, prompt_ids, completion_ids, **data)
             return float("-inf")
         case "huge int":
             return 10**400
+        case "huge float":
+            return 1e300
         case "bool":
             return True
         case "str":

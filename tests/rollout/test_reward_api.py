@@ -22,6 +22,7 @@ BAD = {
     "nan": ("nan", "returned NaN"),
     "inf": ("inf", "returned -inf"),
     "huge int": ("inf", "returned an integer too large"),
+    "huge float": ("inf", r"returned 1e\+300, too large for a 32-bit float"),
     "bool": ("type", "returned a bool: True"),
     "str": ("type", r"returned a str: '1\.0'"),
     "list": ("type", r"returned a list: \[1\.0\]"),

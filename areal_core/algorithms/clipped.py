@@ -5,16 +5,22 @@ An algorithm composes these; it does not inherit them.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
-from areal_core.algorithms.advantages import action_rewards
+from areal_core.algorithms.advantages import action_rewards, broadcast_advantages, rewards_to_go
 from areal_core.algorithms.aggregate import sequence_weights, token_weights, trained_lengths
 from areal_core.algorithms.kl import kl_estimate
-from areal_core.algorithms.losses import behaviour_weight, ppo_clip_loss, probability_ratio
+from areal_core.algorithms.losses import PolicyLoss, behaviour_weight, ppo_clip_loss, probability_ratio
 from areal_core.algorithms.norm import has_variance, normalize
 from areal_core.algorithms.segments import expand_rows
 from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput, as_stat
 from areal_core.api.configs import NormConfig, PPOActorConfig
+
+#: From current and old log-probs and advantages, all ``[T]`` and 0 where not trained, to a loss per token.
+TokenLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], PolicyLoss]
 
 
 def shaped_rewards(config: PPOActorConfig, batch: PackedBatch) -> torch.Tensor:
@@ -38,6 +44,21 @@ def shaped_action_rewards(config: PPOActorConfig, batch: PackedBatch, rewards: t
         kl = kl_estimate(policy, batch["ref_logprobs"], "k1")
         result = result - torch.where(mask, config.kl_ctl * kl, 0.0)
     return result
+
+
+def outcome_advantages(config: PPOActorConfig, batch: PackedBatch, rewards: torch.Tensor) -> torch.Tensor:
+    """Without a critic: shaped rewards ``[B]`` for every trained token, then ``adv_norm``; fp32 ``[T]``.
+
+    With token rewards, ``discount < 1`` or the KL in the reward, the (discounted) sum of what comes after the token.
+    """
+    mask, cu_seqlens = batch["loss_mask"], batch.cu_seqlens
+    dense_rewards = "token_rewards" in batch or config.kl_in_reward
+    if dense_rewards or config.discount < 1:
+        actions = shaped_action_rewards(config, batch, rewards)
+        advantages = rewards_to_go(actions, mask, cu_seqlens, config.discount)
+    else:
+        advantages = broadcast_advantages(rewards, mask, cu_seqlens)
+    return normalized_advantages(config, batch, advantages)
 
 
 def normalized_advantages(config: PPOActorConfig, batch: PackedBatch, advantages: torch.Tensor) -> torch.Tensor:
@@ -95,7 +116,15 @@ def advantage_stats(batch: PackedBatch) -> dict[str, float]:
 
 
 def clipped_policy_loss(config: PPOActorConfig, output: TokenOutput, batch: PackedBatch) -> LossOutput:
-    """Clip loss, plus KL to the reference, minus entropy bonus, aggregated by ``loss_agg`` into a sum.
+    """``policy_loss`` with PPO's clip."""
+    clip = functools.partial(
+        ppo_clip_loss, eps_clip=config.eps_clip, eps_clip_higher=config.eps_clip_higher, c_clip=config.c_clip
+    )
+    return policy_loss(config, output, batch, clip)
+
+
+def policy_loss(config: PPOActorConfig, output: TokenOutput, batch: PackedBatch, token_loss: TokenLoss) -> LossOutput:
+    """``token_loss``, plus KL to the reference, minus entropy bonus, aggregated by ``loss_agg`` into a sum.
 
     Reads ``logprobs``, ``advantages`` and ``loss_mask``; with the decoupled loss ``prox_logprobs``, with a KL in the
     loss ``ref_logprobs``.
@@ -111,7 +140,7 @@ def clipped_policy_loss(config: PPOActorConfig, output: TokenOutput, batch: Pack
     old = trained(batch["prox_logprobs"]) if config.use_decoupled_loss else behave
     ref = trained(batch["ref_logprobs"]) if "ref_logprobs" in batch else None
 
-    policy = ppo_clip_loss(logprobs, old, advantages, config.eps_clip, config.eps_clip_higher, config.c_clip)
+    policy = token_loss(logprobs, old, advantages)
     per_token = policy.loss
     stats = {
         "ratio": as_stat(policy.ratio, mask),
@@ -148,7 +177,7 @@ def kl_in_loss(config: PPOActorConfig) -> bool:
 
 
 def row_weights(config: PPOActorConfig, batch: PackedBatch) -> torch.Tensor:
-    """The sequences' weights in the denominator that goes with ``clipped_policy_loss``; fp32 ``[B]``."""
+    """The sequences' weights in the denominator that goes with ``policy_loss``; fp32 ``[B]``."""
     return sequence_weights(batch["loss_mask"], batch.cu_seqlens, config.loss_agg)
 
 

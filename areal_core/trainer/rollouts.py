@@ -108,6 +108,8 @@ class Rollouts:
         except RolloutInterrupted:
             return False
         stats.scalars(result.stats)
+        # Read here, they do not count into the next step, which a resumed run could not repeat.
+        stats.scalars(self.engine.export_stats(), "eval/engine")
         return True
 
     def pause(self) -> None:

@@ -175,3 +175,13 @@ def test_resume_when_asynchronous_plays_rows_under_way_with_the_restored_weights
     # Assert
     assert [line["step"] for line in read_metrics(done.path)] == [1, 2, 3, 4, 5]
     assert read_metrics(done.path)[3]["rollout/version_lag_max"] == 0
+
+
+def test_train_when_it_evaluates_counts_the_tokens_of_each_apart(run: Any) -> None:
+    # Act
+    path = run(evaluation={"freq_steps": 1, "at_end": False})
+
+    # Assert: two groups of four in a step, six held-out rows.
+    for line in read_metrics(path):
+        assert line["engine/finished"] == 8
+        assert line["eval/engine/finished"] == 6

@@ -38,6 +38,49 @@ def areal_algorithms() -> list[Registration]:
             target="areal_core.algorithms.ppo:PPO",
             description="Critic, GAE and clipped ratio (arXiv:1707.06347)",
         ),
+        Registration(
+            name="drgrpo",
+            target="areal_core.algorithms.drgrpo:DrGRPO",
+            description="GRPO without division by deviation and length (arXiv:2503.20783)",
+        ),
+        Registration(
+            name="dapo",
+            target="areal_core.algorithms.dapo:DAPO",
+            config="areal_core.algorithms.dapo:DAPOConfig",
+            description="Clip-higher, token mean, overlong penalty; no dynamic sampling (arXiv:2503.14476)",
+        ),
+        Registration(
+            name="reinforce",
+            target="areal_core.algorithms.reinforce:Reinforce",
+            description="Reward times log-prob (Williams 1992)",
+        ),
+        Registration(
+            name="rloo",
+            target="areal_core.algorithms.reinforce:RLOO",
+            description="REINFORCE with a leave-one-out baseline (arXiv:2402.14740)",
+        ),
+        Registration(
+            name="reinforce_pp",
+            target="areal_core.algorithms.reinforce:ReinforcePP",
+            description="REINFORCE++: advantages normalised over the batch (arXiv:2501.03262)",
+        ),
+        Registration(
+            name="gspo",
+            target="areal_core.algorithms.gspo:GSPO",
+            description="Clipped ratio of whole sequences (arXiv:2507.18071)",
+        ),
+        Registration(
+            name="cispo",
+            target="areal_core.algorithms.cispo:CISPO",
+            config="areal_core.algorithms.cispo:CISPOConfig",
+            description="Clipped importance weight times log-prob (MiniMax-M1, arXiv:2506.13585)",
+        ),
+        Registration(
+            name="sapo",
+            target="areal_core.algorithms.sapo:SAPO",
+            config="areal_core.algorithms.sapo:SAPOConfig",
+            description="Soft gate on the ratio instead of a clip (arXiv:2511.20347)",
+        ),
     ]
 
 

@@ -8,6 +8,7 @@ A folder appears under its name only when it is complete on disk.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -118,7 +119,7 @@ class Checkpointer:
         if config.keep_best == 0:
             return
         ranking: list[list[float]] = []
-        if self.session is not None and self.metric in metrics:
+        if self.session is not None and math.isfinite(metrics.get(self.metric, math.nan)):
             state = self.session.directory.read_state()
             ranking = [entry for entry in state.get("best", []) if entry[0] != step]
             ranking.append([step, float(metrics[self.metric])])

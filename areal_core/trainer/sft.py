@@ -43,7 +43,9 @@ class SFTTrainer:
             config.tokenizer_path or config.actor.path, trust_remote_code=config.actor.trust_remote_code
         )
         rows = load_dataset(config.train_dataset, "sft", self.tokenizer, manager, key="train_dataset")
-        self.train_set = EncodedRows(rows, self.tokenizer, config.train_dataset, config.train_on_prompt)
+        self.train_set = EncodedRows(
+            rows, self.tokenizer, config.train_dataset, config.train_on_prompt, key="train_dataset"
+        )
         self.loader = DataLoader(
             self.train_set,
             config.train_dataset.batch_size,
@@ -53,7 +55,9 @@ class SFTTrainer:
         self.valid_set: EncodedRows | None = None
         if config.valid_dataset is not None:
             valid = load_dataset(config.valid_dataset, "sft", self.tokenizer, manager, key="valid_dataset")
-            self.valid_set = EncodedRows(valid, self.tokenizer, config.valid_dataset, config.train_on_prompt)
+            self.valid_set = EncodedRows(
+                valid, self.tokenizer, config.valid_dataset, config.train_on_prompt, key="valid_dataset"
+            )
         spec = FinetuneSpec(
             total_train_epochs=config.total_train_epochs,
             dataset_size=len(rows),
@@ -131,10 +135,17 @@ class EncodedRows(Sequence[dict[str, Any]]):
     """Rows that are tokenised when they are first used, and kept."""
 
     def __init__(
-        self, rows: Sequence[dict[str, Any]], tokenizer: Any, config: DatasetConfig, train_on_prompt: bool
+        self,
+        rows: Sequence[dict[str, Any]],
+        tokenizer: Any,
+        config: DatasetConfig,
+        train_on_prompt: bool,
+        *,
+        key: str,
     ) -> None:
         self.rows = rows
         self.tokenizer = tokenizer
+        self.key = key
         self.max_length = config.max_length
         self.train_on_prompt = train_on_prompt
         self._encoded: dict[int, dict[str, Any] | None] = {}
@@ -161,6 +172,6 @@ class EncodedRows(Sequence[dict[str, Any]]):
                 encoded.append(example)
         if not encoded:
             raise BadInputError(
-                f"train_dataset.max_length: every row of this batch is longer than {self.max_length} tokens."
+                f"{self.key}.max_length: every row of this batch is longer than {self.max_length} tokens."
             )
         return encoded

@@ -230,6 +230,7 @@ def test_keep_if_best_keeps_the_best_and_of_equal_ones_the_earlier(make_checkpoi
     for step, reward in ((1, 0.5), (2, 0.9), (3, 0.4), (4, 0.9), (5, 0.5)):
         checkpointer.keep_if_best(step, {"eval/reward": reward}, engine)
     checkpointer.keep_if_best(6, {"train/loss": 0.0}, engine)
+    checkpointer.keep_if_best(7, {"eval/reward": float("nan")}, engine)
 
     # Assert
     assert names(tmp_path / "run" / "weights") == ["step-000002", "step-000004"]

@@ -151,8 +151,8 @@ class PPOActorConfig(TrainEngineConfig):
     reward_clip: float = option(20.0, "Bound on the scaled reward.", gt=0)
     skip_zero_advantage: bool = option(
         True,
-        "Leave sequences whose advantages are all 0 out of the forward pass when they add nothing to the loss. A step in "
-        "which all are 0 is skipped: no momentum, no weight decay.",
+        "Leave sequences whose advantages are all 0 out of the forward pass when they add nothing to the loss. "
+        "A step in which all are 0 is skipped: no momentum, no weight decay.",
     )
 
 

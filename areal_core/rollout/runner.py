@@ -249,7 +249,8 @@ class EpisodeRunner:
     def _fail(self, episode: Episode, error: BaseException) -> None:
         episode.outcome, episode.error = "failed", error
         episode.reason = type(error).__name__
-        if not self._exceptions[_describe(error)]:
+        # Bad input stops the run, and is its one error: a traceback into the engine would only hide it.
+        if not self._exceptions[_describe(error)] and not isinstance(error, BadInputError):
             logger.warning("an episode failed: %s", _describe(error), exc_info=error)
         self._exceptions[_describe(error)] += 1
 

@@ -286,7 +286,7 @@ def test_run_when_too_many_episodes_fail_stops_with_the_most_common_exception(st
         controller.rollout_batch(rows(4))
 
 
-def test_run_when_input_is_bad_stops_at_once_and_does_not_retry(start):
+def test_run_when_input_is_bad_stops_at_once_and_does_not_retry(start, caplog):
     workflow = Workflow(lambda data, sample, attempt: BadInputError("row 3 has no column") if data["n"] == 3 else 1.0)
     controller = start(workflow)
 
@@ -294,6 +294,7 @@ def test_run_when_input_is_bad_stops_at_once_and_does_not_retry(start):
         controller.rollout_batch(rows(4))
 
     assert sum(seen[0] == "0-3" for seen in workflow.seen) <= 2
+    assert "row 3 has no column" not in caplog.text  # The error says it; a traceback beside it would hide it.
 
 
 def test_run_when_every_reward_fails_is_bad_input(start):

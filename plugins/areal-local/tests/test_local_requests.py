@@ -185,7 +185,7 @@ def test_length_when_limited_is_exact(fields, expected, model, make_engine, gene
 @pytest.mark.parametrize(
     ("prompt", "fields", "words"),
     [
-        ([1] * 256, {}, ["256 tokens", "the context is 256", "at most 255"]),
+        ([1] * 256, {}, ["256 tokens", "the context is 256", "at most 255", "max_length"]),
         ([1] * 10, {"max_tokens": 10}, ["10 tokens", "max_tokens is 10"]),
         ([], {}, ["empty"]),
         ([1, 97], {}, ["vocabulary of 97"]),

@@ -166,7 +166,8 @@ class LocalEngine(InferenceEngine):
             if size >= limit:
                 raise BadInputError(
                     f"the prompt has {size} tokens, which leaves no room for a completion: {name} is {limit}, "
-                    f"so a prompt may have at most {limit - 1} (max_new_tokens={gconfig.max_new_tokens})"
+                    f"so a prompt may have at most {limit - 1} (max_new_tokens={gconfig.max_new_tokens}). "
+                    f"max_length of the dataset (train_dataset.max_length) drops longer rows"
                 )
             max_out = min(max_out, limit - size)
         tokenizer = request.tokenizer if request.tokenizer is not None else self.tokenizer

@@ -35,6 +35,7 @@ def register(app: typer.Typer) -> None:
         Exits 0 when the run finished, 1 when it failed, 2 on bad input, and 128 + n when signal n interrupted it (it
         is saved; `--resume auto` goes on).
         """
+        import os
         import sys
 
         from areal_core.api.load import error_places, load_run_config
@@ -47,7 +48,11 @@ def register(app: typer.Typer) -> None:
             result = run_training(load_run_config(config, overrides or []), resume=resume)  # type: ignore[arg-type]
         from areal_core.cli.console import stderr
 
+        # Under torchrun every rank comes here, and one of them speaks.
+        is_main = os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0"
         if result.status == "interrupted":
-            stderr(f"Interrupted; saved. Go on with: areal train {config} ... --resume auto")
+            if is_main:
+                stderr(f"Interrupted; saved. Go on with: areal train {config} ... --resume auto")
             sys.exit(128 + int(result.signum or 0))
-        stderr(f"Finished: {result.path}  (report: {result.path / 'report.html'})")
+        if is_main:
+            stderr(f"Finished: {result.path}  (report: {result.path / 'report.html'})")

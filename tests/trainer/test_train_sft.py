@@ -93,6 +93,7 @@ def test_sft_on_two_ranks_equals_one(sft_plain: dict[str, Any], tmp_path: Path) 
     # Assert
     assert one.returncode == 0, one.stderr
     assert two.returncode == 0, two.stderr
+    assert two.stderr.count("Finished: ") == 1
     first, second = read_metrics(tmp_path / "runs" / "one"), read_metrics(tmp_path / "runs" / "two")
     for a, b in zip(first[1:], second[1:], strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)

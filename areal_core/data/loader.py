@@ -22,6 +22,7 @@ class DataLoader:
         batch_size: rows per batch.
         shuffle: permute each epoch; else rows come in the dataset's order.
         seed: of the permutation.
+        key: the dataset's section in the configuration, for error messages.
         drop_last: leave out the rest of an epoch that fills no batch; else the last batch of an epoch is short.
 
     Raises:
@@ -29,20 +30,28 @@ class DataLoader:
     """
 
     def __init__(
-        self, dataset: Any, batch_size: int, shuffle: bool = True, seed: int = 1, drop_last: bool = True
+        self,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 1,
+        drop_last: bool = True,
+        *,
+        key: str = "",
     ) -> None:
+        prefix = f"{key}." if key else ""
         if batch_size < 1:
-            raise BadInputError(f"batch_size must be >= 1, got {batch_size}")
+            raise BadInputError(f"{prefix}batch_size must be >= 1, got {batch_size}")
         size = len(dataset)
         if size == 0:
             raise BadInputError(
-                "the dataset is empty: no row is left to train on. Check its path and split, "
-                "and whether max_length or limit drops every row."
+                f"{key + ': ' if key else ''}the dataset is empty: no row is left to train on. Check its path and "
+                "split, and whether max_length or limit drops every row."
             )
         if drop_last and size < batch_size:
             raise BadInputError(
-                f"batch_size is {batch_size}, but the dataset has only {size} rows: no batch can be filled. "
-                f"Set batch_size to at most {size}, or give more rows."
+                f"{prefix}batch_size is {batch_size}, but the dataset has only {size} rows: no batch can be filled. "
+                f"Set it to at most {size}, or give more rows."
             )
         self.dataset = dataset
         self.batch_size = batch_size

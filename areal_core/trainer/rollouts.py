@@ -48,7 +48,11 @@ class Rollouts:
         self.loader: DataLoader | None = None
         if train_rows is not None:
             self.loader = DataLoader(
-                train_rows, config.train_dataset.batch_size, shuffle=config.train_dataset.shuffle, seed=config.seed
+                train_rows,
+                config.train_dataset.batch_size,
+                shuffle=config.train_dataset.shuffle,
+                seed=config.seed,
+                key="train_dataset",
             )
         self.eval_gconfig = config.eval_gconfig or default_eval_gconfig(config.gconfig)
         self.eval_rows: list[dict[str, Any]] = []

@@ -51,6 +51,7 @@ class SFTTrainer:
             config.train_dataset.batch_size,
             shuffle=config.train_dataset.shuffle,
             seed=config.seed,
+            key="train_dataset",
         )
         self.valid_set: EncodedRows | None = None
         if config.valid_dataset is not None:

@@ -55,6 +55,7 @@ def change(plain: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
 CASES = [
     pytest.param("actor.backend", "fsdpp:d1", ["actor.backend", "fsdpp", "fsdp"], id="unknown-train-engine"),
     pytest.param("rollout.backend", "vlm", ["rollout.backend", "vlm"], id="unknown-inference-engine"),
+    pytest.param("rollout.backend", "local:d2", ["rollout.backend", "d2", "one process"], id="local-has-no-mesh"),
     pytest.param("reward.name", "gsm9k", ["reward.name", "gsm9k", "gsm8k"], id="unknown-reward"),
     pytest.param("workflow.name", "rlvrr", ["workflow.name", "rlvr"], id="unknown-workflow"),
     pytest.param("algorithm.name", "grp", ["algorithm.name", "grpo"], id="unknown-algorithm"),
@@ -76,7 +77,9 @@ CASES = [
     pytest.param("actor.kl_ctl", 0.1, ["ref"], id="kl-without-reference"),
     pytest.param("actor.gae_lambda", 0.9, ["critic"], id="lambda-without-critic"),
     pytest.param("actor.ppo_n_minibatches", 3, ["ppo_n_minibatches", "8"], id="batch-not-divisible"),
-    pytest.param("train_dataset.batch_size", 17, ["batch_size", "17", "16"], id="batch-larger-than-dataset"),
+    pytest.param(
+        "train_dataset.batch_size", 17, ["train_dataset.batch_size", "17", "16"], id="batch-larger-than-dataset"
+    ),
     pytest.param("train_dataset.max_length", 1, ["max_length"], id="empty-dataset"),
     pytest.param("valid_dataset", ..., ["valid_dataset"], id="no-held-out-split"),
     pytest.param("train_dataset.split", "dev", ["train", "test", "dev"], id="unknown-split"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from areal_core.api.alloc import ParallelStrategy
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
@@ -39,9 +40,18 @@ class LocalEngine(InferenceEngine):
 
     Args:
         config: ``dtype`` None means the type the weights are stored in.
+
+    Raises:
+        BadInputError: if the backend string asks for more than one process.
     """
 
     def __init__(self, config: InferenceEngineConfig) -> None:
+        mesh = config.parsed_backend.parallel
+        if mesh != ParallelStrategy():
+            raise BadInputError(
+                f"rollout.backend: the engine 'local' runs in one process, it has no mesh of {mesh}. "
+                f"Write {config.parsed_backend.name!r}, or use an engine with servers."
+            )
         self.config = config
         self.options: LocalConfig = config.options if isinstance(config.options, LocalConfig) else LocalConfig()
         self.tokenizer: Any = None

@@ -71,6 +71,6 @@ def test_grpo_of_smollm2_on_gsm8k_trains_and_exports_a_model_that_loads(tmp_path
     for trajectory in (t for t in iter_trajectories(run, split="train") if t["step"] == 1):
         ids, start = torch.tensor([trajectory["input_ids"]]), trajectory["prompt_len"]
         with torch.inference_mode():
-            logprobs = torch.log_softmax(model(ids).logits[0].float(), -1)
+            logprobs = torch.log_softmax(model(ids).logits[0].float() / config.gconfig.temperature, -1)
         expected = logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(trajectory["logprobs"]), expected, rtol=0, atol=1e-3)

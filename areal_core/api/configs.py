@@ -5,6 +5,7 @@ Fields stand in this order: required, common, rare, internal.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -13,6 +14,7 @@ import attrs
 from areal_core.api.alloc import Backend, parse_backend
 from areal_core.api.io_struct import GenerationHyperparameters
 from areal_core.config.fields import PluginSlot, option
+from areal_core.errors import ConfigError
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -225,6 +227,7 @@ class RewardConfig:
     PLUGIN_SLOT: ClassVar[PluginSlot] = PluginSlot("areal_rewards", "name")
 
     name: str = option(help="Reward; a registered name, or package.module:function.")
+    weight: float = option(1.0, "What a value of it counts; may be negative.", validator=_is_finite)
     timeout: float = option(15.0, "Seconds for one call.", gt=0)
     max_workers: int = option(1, "Processes that compute rewards.", ge=1)
     on_error: Literal["reject", "zero", "raise"] = option(
@@ -279,6 +282,11 @@ class RunConfig:
     @property
     def path(self) -> Path:
         return self.root / self.name
+
+
+def _is_finite(instance: Any, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"must be a finite number, got {value!r}")
 
 
 @attrs.define(kw_only=True)
@@ -336,7 +344,12 @@ class RLConfig(BaseTrainerConfig):
     trainer: Literal["rl"] = option("rl", "This trainer.")
     actor: PPOActorConfig = option(help="The policy.")
     train_dataset: DatasetConfig = option(help="Prompts to train on.")
-    reward: RewardConfig = option(help="Scores a completion.")
+    reward: RewardConfig | None = option(None, "Scores a completion. Either this or `rewards` is required.")
+    rewards: dict[str, RewardConfig] = option(
+        factory=dict,
+        help="Several rewards by a label of your choice; what counts is the sum of weight * value.",
+        labels=True,
+    )
     valid_dataset: DatasetConfig | None = option(None, "Held-out prompts.")
     rollout: InferenceEngineConfig = option(factory=InferenceEngineConfig, help="Generation.")
     gconfig: GenerationHyperparameters = option(factory=GenerationHyperparameters, help="Sampling.")
@@ -345,6 +358,26 @@ class RLConfig(BaseTrainerConfig):
     ref: TrainEngineConfig | None = option(None, "Reference model of the KL.")
     critic: PPOCriticConfig | None = option(None, "Value model of PPO.")
     eval_gconfig: GenerationHyperparameters | None = option(None, "Sampling in evaluation; None: greedy, one sample.")
+
+    @property
+    def reward_sections(self) -> dict[str, RewardConfig]:
+        """The rewards by the key of their section: ``reward`` alone, or ``rewards.LABEL`` for each.
+
+        Raises:
+            ConfigError: unless either of both is given.
+        """
+        if self.reward is not None and self.rewards:
+            raise ConfigError(
+                "both `reward` and `rewards` are given. Give one: `rewards` names several, `reward` is a single one.",
+                key="rewards",
+            )
+        if self.reward is not None:
+            return {"reward": self.reward}
+        if not self.rewards:
+            raise ConfigError(
+                "is required: `reward: {name: ...}`, or `rewards: {LABEL: {name: ...}, ...}` for several.", key="reward"
+            )
+        return {f"rewards.{label}": section for label, section in self.rewards.items()}
 
 
 @attrs.define(kw_only=True)

@@ -74,7 +74,7 @@ def _load(document: Document, manager: PluginManager) -> RunConfigType:
     given = document.tree
     document = merge(_presets(cls, document, manager), document)
     config: RunConfigType = build(cls, document, manager, given=given)
-    _check_backends(config, document)
+    _check_sections(config, document)
     _set_internal(config)
     return config
 
@@ -124,8 +124,14 @@ def _presets(cls: type, document: Document, manager: PluginManager) -> Document:
     return result
 
 
-def _check_backends(config: RunConfigType, document: Document) -> None:
+def _check_sections(config: RunConfigType, document: Document) -> None:
+    """What the classes of single sections cannot see."""
     problems = []
+    if isinstance(config, RLConfig):
+        try:
+            _ = config.reward_sections
+        except ConfigError as error:
+            problems.append(Problem((str(error.key),), error.message))
     for role in _BACKENDS:
         section = getattr(config, role, None)
         if section is None:

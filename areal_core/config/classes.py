@@ -81,11 +81,16 @@ def section_class(type_: Any) -> type | None:
 
 
 def item_section_class(type_: Any) -> type | None:
-    """The configuration class of a list's items, or None."""
+    """The configuration class of a list's items or a mapping's values, or None."""
     for member in members(type_):
-        if typing.get_origin(member) is list:
-            return section_class(typing.get_args(member)[0])
+        if typing.get_origin(member) in (list, dict):
+            return section_class(typing.get_args(member)[-1])
     return None
+
+
+def is_mapping(type_: Any) -> bool:
+    """Whether a field holds a mapping (or null)."""
+    return any(dict in (member, typing.get_origin(member)) for member in members(type_))
 
 
 def selected_plugin(slot: PluginSlot, selector: str) -> str:
@@ -127,7 +132,7 @@ def type_text(type_: Any) -> str:
         item = next((arg for arg in typing.get_args(type_) if arg is not Ellipsis), None)
         return f"a list of {_plural(item)}" if item is not None else "a list"
     if origin is dict or type_ is dict:
-        return "a mapping"
+        return "a mapping of sections" if item_section_class(type_) is not None else "a mapping"
     if isinstance(type_, type) and attrs.has(type_):
         return "a section"
     words = {int: "an integer", float: "a number", str: "text", bool: "true or false", Path: "a path"}

@@ -81,7 +81,9 @@ def with_defaults(cls: type, tree: Mapping[str, Any]) -> dict[str, Any]:
         section, item = classes.section_class(field.type), classes.item_section_class(field.type)
         if section is not None and isinstance(value, dict):
             value = with_defaults(section, merge_trees(default, value) if isinstance(default, dict) else value)
-        elif item is not None and isinstance(value, list):
+        elif item is not None and classes.is_mapping(field.type) and isinstance(value, dict):
+            value = {key: with_defaults(item, part) if isinstance(part, dict) else part for key, part in value.items()}
+        elif item is not None and not classes.is_mapping(field.type) and isinstance(value, list):
             value = [with_defaults(item, part) if isinstance(part, dict) else part for part in value]
         result[name] = value
     return {**result, **{key: value for key, value in tree.items() if key not in result}}

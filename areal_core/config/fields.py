@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
+
+#: What a name that a user chooses looks like, e.g. the label of a reward: it becomes part of keys and metric names.
+LABEL = r"[A-Za-z_][A-Za-z0-9_]*"
 
 _COMPARISONS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": (">=", lambda value, bound: value >= bound),
@@ -13,6 +17,28 @@ _COMPARISONS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "le": ("<=", lambda value, bound: value <= bound),
     "lt": ("<", lambda value, bound: value < bound),
 }
+
+
+class ItemError(ValueError):
+    """What a validator found wrong with one item of a list or mapping; ``item`` is its index or key."""
+
+    def __init__(self, item: str | int, message: str) -> None:
+        self.item = item
+        super().__init__(message)
+
+
+class _Keys:
+    """An attrs validator for the keys of a mapping."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = re.compile(pattern)
+
+    def __call__(self, instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        for key in value or ():
+            if not isinstance(key, str) or not self.pattern.fullmatch(key):
+                raise ItemError(
+                    key, f"{key!r} cannot be a key here; use letters, digits and _, and begin with no digit"
+                )
 
 
 class _Bounds:
@@ -40,6 +66,7 @@ def option(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    labels: bool = False,
     validator: Callable[[Any, attrs.Attribute[Any], Any], None] | None = None,
     internal: bool = False,
 ) -> Any:
@@ -50,11 +77,14 @@ def option(
         help: one sentence, shown in the reference and in the JSON Schema.
         factory: makes the default, for mutable ones.
         ge, gt, le, lt: bounds of a number.
+        labels: the keys of this mapping are names that a user chooses: letters, digits and ``_``, no digit first.
         validator: any further attrs validator; raises ``ValueError`` with what was wrong and what would be right.
         internal: set by the program, not by a user: a key in YAML is an error.
     """
     bounds = {k: v for k, v in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if v is not None}
     validators: list[Any] = [_Bounds(bounds)] if bounds else []
+    if labels:
+        validators.append(_Keys(LABEL))
     if validator is not None:
         validators.append(validator)
     keywords: dict[str, Any] = {"factory": factory} if factory is not None else {"default": default}
@@ -62,7 +92,7 @@ def option(
         **keywords,
         validator=validators or None,
         kw_only=True,
-        metadata={"help": help, "internal": internal, **bounds},
+        metadata={"help": help, "internal": internal, "labels": labels, **bounds},
     )
 
 

@@ -57,7 +57,8 @@ def plugin_keywords(section: Any) -> dict[str, Any]:
     slot = classes.slot_of(type(section))
     if slot is None:
         return {}
-    options = section.plugin_options.get(classes.selected_plugin(slot, getattr(section, slot.selector)))
+    name = classes.selected_plugin(slot, getattr(section, slot.selector))
+    options = section.plugin_options.get(name, section.plugin_options.get(name.partition("@")[0]))
     if options is None:
         return {}
     cls: type = type(options)

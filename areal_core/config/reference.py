@@ -83,7 +83,8 @@ class _Page:
             section = classes.section_class(field.type) or item
             if section is None:
                 continue
-            key = f"{prefix}{name}{'[]' if item is not None else ''}"
+            inside = "" if item is None else ".LABEL" if classes.is_mapping(field.type) else "[]"
+            key = f"{prefix}{name}{inside}"
             keys = self.used.setdefault(section, [])
             if section not in self.pending:
                 self.pending.append(section)
@@ -143,7 +144,7 @@ def _default(field: attrs.Attribute[Any]) -> str:
     if not classes.has_default(field):
         return "required"
     value = plain_value(classes.default_of(field))
-    if isinstance(value, dict):
+    if isinstance(value, dict) and (value or classes.section_class(field.type) is not None):
         own = classes.section_class(field.type)
         base = plain_value(own()) if own is not None and _all_optional(own) else {}
         changed = {key: item for key, item in value.items() if base.get(key) != item}

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import attrs
 
 from areal_core.config import classes
+from areal_core.config.fields import LABEL
 from areal_core.config.plain import plain_value
 from areal_core.plugins import PluginManager, get_plugin_manager
 
@@ -107,6 +108,9 @@ class _Writer:
                 alternative.update(bounds)
         if not any(alternative in ({}, {"type": "string"}) for alternative in alternatives):
             alternatives.append({"$ref": "#/$defs/reference"})
+        for alternative in alternatives:
+            if field.metadata.get("labels") and alternative.get("type") == "object":
+                alternative["propertyNames"] = {"pattern": f"^{LABEL}$"}
         schema = dict(alternatives[0]) if len(alternatives) == 1 else {"anyOf": alternatives}
         if field.metadata.get("help"):
             schema["description"] = field.metadata["help"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -33,9 +33,11 @@ def _walk(config: Any, path: KeyPath, manager: PluginManager) -> Iterator[tuple[
             yield key, manager.entry(slot.registry, name, key)
     for name in classes.public_fields(cls):
         value = getattr(config, name)
-        items = enumerate(value) if isinstance(value, list) else ()
+        items: Iterable[tuple[str | int, Any]] = enumerate(value) if isinstance(value, list) else ()
+        if isinstance(value, dict) and classes.item_section_class(classes.fields_of(cls)[name].type) is not None:
+            items = value.items()
         if attrs.has(type(value)):
             yield from _walk(value, (*path, name), manager)
-        for index, item in items:
+        for part, item in items:
             if attrs.has(type(item)):
-                yield from _walk(item, (*path, name, index), manager)
+                yield from _walk(item, (*path, name, part), manager)

@@ -6,6 +6,7 @@ integer, ``true`` is not 1; an integer is accepted where a number is expected.
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -16,7 +17,7 @@ import attrs
 import cattrs
 
 from areal_core.config import classes
-from areal_core.config.fields import PluginSlot
+from areal_core.config.fields import ItemError, PluginSlot
 from areal_core.config.problems import Problem
 from areal_core.errors import BadInputError, PluginError, did_you_mean
 from areal_core.plugins import PluginManager, get_plugin_manager
@@ -171,12 +172,16 @@ class Structurer:
             _fail(str(error))
 
     def _field(self, value: Any, field: attrs.Attribute[Any]) -> Any:
+        if type(value) is float and math.isinf(value) and value == classes.default_of(field):
+            return value  # A plugin's author chose it.
         result = value if field.type is None else self.structure(value, field.type)
         if field.validator is not None:
             try:
                 field.validator(None, field, result)
             except AttributeError:
                 pass  # It looks at other fields: the constructor runs it again, with all of them.
+            except ItemError as error:
+                raise StructureError([Problem((error.item,), str(error))]) from None
             except (ValueError, TypeError) as error:
                 message = str(error.args[0]) if error.args else str(error)
                 # The user wrote -1, not -1.0.
@@ -273,9 +278,9 @@ def _scalar(value: Any, type_: Any) -> Any:
         return Path(value)
     if type(value) is not type_:
         _expected(type_, value)
-    if value != value:
-        # It passes no comparison, and would surface as a NaN loss much later.
-        _fail(f"expected {classes.type_text(type_)}, got nan")
+    if type_ is float and not math.isfinite(value):
+        # It would surface as a NaN loss, or as a run that never ends, much later.
+        _fail(f"expected a finite number, got {value}")
     return value
 
 

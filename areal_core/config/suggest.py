@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from areal_core.config import classes
 from areal_core.config.problems import KeyPath, key_text
@@ -58,17 +57,17 @@ def _question(path: KeyPath) -> str:
 def class_at(root: type, path: KeyPath, manager: PluginManager) -> type | None:
     """The configuration class of the section at a key; None when there is no section."""
     cls: type | None = root
-    pending: Any = None
+    item: type | None = None  # of the list or mapping that was just entered
     for part in path:
-        if isinstance(part, int):
-            cls = pending
+        if item is not None:
+            cls, item = item, None
             continue
-        if cls is None:
+        if cls is None or isinstance(part, int):
             return None
         field = classes.public_fields(cls).get(part)
         if field is not None:
-            pending = classes.item_section_class(field.type)
-            cls = classes.section_class(field.type) or pending
+            item = classes.item_section_class(field.type)
+            cls = classes.section_class(field.type)
             continue
         slot = classes.slot_of(cls)
         if slot is None:

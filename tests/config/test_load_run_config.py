@@ -238,6 +238,77 @@ def test_selected_plugins_when_loaded_names_each_selector(run_yaml: Path, manage
     }
 
 
+REWARDS = RL.replace(
+    "reward: {name: free}\n",
+    """rewards:
+  correct: {name: exact, exact: {answer: "4"}}
+  format:
+    name: my.rewards:format
+    weight: -0.5
+    on_error: zero
+""",
+)
+
+
+@pytest.fixture
+def rewards_yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.yaml"
+    path.write_text(REWARDS)
+    return path
+
+
+def test_load_when_rewards_are_named_gives_each_its_section(rewards_yaml: Path, manager: PluginManager) -> None:
+    config = load_run_config(rewards_yaml, ["rewards.format.weight=2", "rewards.length.name=free"], manager)
+
+    assert isinstance(config, RLConfig) and config.reward is None
+    assert list(config.reward_sections) == ["rewards.correct", "rewards.format", "rewards.length"]
+    assert [section.weight for section in config.rewards.values()] == [1.0, 2.0, 1.0]
+    assert plugin_keywords(config.rewards["correct"]) == {"answer": "4", "weights": {}}
+    assert (config.rewards["format"].name, config.rewards["format"].on_error) == ("my.rewards:format", "zero")
+    assert ("rewards.length.name", "free") in {(k, e.name) for k, e in selected_plugins(config, manager)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rewards.format.weigth=1"], "rewards.format.weigth: unknown key. Did you mean 'rewards.format.weight'?"),
+        (["rewards.correct.exact.anser=1"], "Did you mean 'rewards.correct.exact.answer'?"),
+        (["rewards.format.weight=.inf"], "rewards.format.weight: expected a finite number, got inf"),
+        (["rewards.format.weight=much"], "rewards.format.weight: expected a number, got 'much' (text)"),
+        (["rewards.other.weight=1"], "rewards.other.name: is required"),
+        (["rewards.other.name=exakt"], "rewards.other.name: unknown reward 'exakt'"),
+        (["rewards.2nd.name=free"], "rewards.2nd: '2nd' cannot be a key here; use letters, digits and _"),
+        (["reward.name=free"], "rewards: both `reward` and `rewards` are given. Give one"),
+        (["rewards={}"], "reward: is required: `reward: {name: ...}`, or `rewards: {LABEL: {name: ...}, ...}`"),
+    ],
+)
+def test_load_when_named_rewards_are_wrong_says_how(
+    rewards_yaml: Path, manager: PluginManager, overrides: list[str], message: str
+) -> None:
+    assert message in problem(rewards_yaml, manager, *overrides)
+
+
+def test_load_when_a_named_reward_is_wrong_in_the_file_names_its_line(
+    rewards_yaml: Path, manager: PluginManager
+) -> None:
+    rewards_yaml.write_text(REWARDS.replace("on_error: zero", "on_error: nought"))
+
+    assert problem(rewards_yaml, manager).startswith(f"{rewards_yaml}:12: rewards.format.on_error: must be one of")
+
+
+def test_load_when_there_is_no_reward_asks_for_one(run_yaml: Path, manager: PluginManager) -> None:
+    run_yaml.write_text(RL.replace("reward: {name: free}\n", ""))
+
+    assert problem(run_yaml, manager).startswith(f"{run_yaml}: reward: is required: ")
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+def test_load_when_a_number_is_not_finite_rejects_it(run_yaml: Path, manager: PluginManager, value: str) -> None:
+    text = problem(run_yaml, manager, f"actor.optimizer.lr={value}")
+
+    assert f"actor.optimizer.lr: expected a finite number, got {value.replace('.', '')}" in text
+
+
 def test_load_when_called_imports_neither_torch_nor_omegaconf(run_yaml: Path, tmp_path: Path) -> None:
     run_yaml.write_text(
         "trainer: rl\nactor: {path: m, backend: x.y}\ntrain_dataset: {name: 'a.b:c'}\nreward: {name: 'a.b:c'}\n"

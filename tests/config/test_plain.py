@@ -25,6 +25,7 @@ from areal_core.api.configs import (
 from areal_core.api.io_struct import GenerationHyperparameters
 from areal_core.api.load import run_config_from_plain
 from areal_core.config.document import dump_yaml, parse_document
+from areal_core.config.fields import LABEL
 from areal_core.config.plain import escape, has_reference, to_plain, unescape
 from areal_core.plugins import PluginManager
 
@@ -59,7 +60,15 @@ def configs(draw: st.DrawFn) -> RLConfig:
             temperature=temperature,
         ),
         train_dataset=DatasetConfig(name="rows", path=draw(optional(texts)), shuffle=draw(st.booleans())),
-        reward=RewardConfig(name="some.module:reward", timeout=draw(positive)),
+        **draw(
+            st.builds(RewardConfig, name=st.just("some.module:reward"), timeout=positive).map(lambda r: {"reward": r})
+            | st.dictionaries(
+                st.from_regex(LABEL, fullmatch=True),
+                st.builds(RewardConfig, name=st.just("some.module:reward"), weight=floats),
+                min_size=1,
+                max_size=3,
+            ).map(lambda rewards: {"rewards": rewards})
+        ),
         gconfig=GenerationHyperparameters(temperature=temperature, stop=draw(st.lists(texts, max_size=3))),
         algorithm=AlgorithmConfig(name="tuned"),
     )

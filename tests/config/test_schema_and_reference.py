@@ -76,6 +76,9 @@ def change(key: str, value: Any) -> dict[str, Any]:
         ("actor/fake/shards", 0),
         ("actor/fake/other", 1),
         ("reward/exact", {}),
+        ("rewards", {"a b": {"name": "free"}}),
+        ("rewards", {"a": {"name": "free", "weigth": 1}}),
+        ("rewards", {"a": {"weight": 1}}),
         ("trackers", [{}]),
         ("trainer", "rll"),
     ],
@@ -91,6 +94,7 @@ def test_json_schema_when_run_is_wrong_rejects_it(schema: dict[str, Any], key: s
         ("actor/optimizer", None),
         ("actor/fake", {"shards": 2}),
         ("ref", "${actor}"),
+        ("rewards", {"a": {"name": "free", "weight": -1}, "b": "${reward}"}),
         ("total_train_steps", None),
     ],
 )
@@ -114,6 +118,8 @@ def test_render_markdown_when_called_lists_every_public_key(manager: PluginManag
     assert "| `lr` | a number, >= 0 | `1.0e-05` | Peak learning rate. |" in page
     assert "#### `actor.fake`: options of fake (areal-config-test)" in page
     assert "| `shards` | an integer, >= 1 | `1` | Shards. |" in page
+    assert "a mapping of [RewardConfig](#rewardconfig)s | `{}` |" in page
+    assert "Used by `reward`, `rewards.LABEL`." in page
     assert "plugin_options" not in page
     assert page == render_markdown(manager=manager, distributions=["areal-config-test"])
 

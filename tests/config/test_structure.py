@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -58,6 +59,8 @@ class Outer:
     either: int | list[int] = option(1, "Either.")
     number: int | float = option(1, "Number.")
     anything: Any = option(None, "Anything.")
+    wide: float = option(math.inf, "Unbounded, unless given.")
+    parts: dict[str, Inner] = option(factory=dict, help="Parts.", labels=True)
     hidden: int = option(7, "Set by the program.", internal=True)
 
 
@@ -118,7 +121,10 @@ anything: {k: [1]}
         ("count: [1]", "count: expected an integer, got [1] (a list)"),
         ("ratio: '1'", "ratio: expected a number, got '1' (text)"),
         ("ratio: true", "ratio: expected a number, got true"),
-        ("ratio: .nan", "ratio: expected a number, got nan"),
+        ("ratio: .nan", "ratio: expected a finite number, got nan"),
+        ("ratio: .inf", "ratio: expected a finite number, got inf"),
+        ("number: -.inf", "number: expected an integer or a number, got -inf (a number)"),
+        ("wide: -.inf", "wide: expected a finite number, got -inf"),
         ("flag: 1", "flag: expected true or false, got 1 (an integer)"),
         ("flag: 'true'", "flag: expected true or false, got 'true' (text)"),
         ("place: 3", "place: expected a path, got 3 (an integer)"),
@@ -132,12 +138,20 @@ anything: {k: [1]}
         ("inner: {size: 3}", "inner.size: must be even, got 3"),
         ("inner: {size: 0}", "inner.size: must be >= 1, got 0"),
         ("inner: {rate: 1}", "inner.rate: must be < 1, got 1"),
-        ("inner: {rate: .nan}", "inner.rate: expected a number, got nan"),
+        ("inner: {rate: .nan}", "inner.rate: expected a finite number, got nan"),
         ("optional: {size: x}", "optional.size: expected an integer, got 'x' (text)"),
         ("items: {size: 2}", "items: expected a list of sections, got a section"),
         ("items: [{}, {size: x}]", "items[1].size: expected an integer, got 'x' (text)"),
         ("items: text", "items: expected a list of sections, got 'text' (text)"),
         ("table: {a: x}", "table.a: expected an integer, got 'x' (text)"),
+        ("parts: {a: {size: x}}", "parts.a.size: expected an integer, got 'x' (text)"),
+        ("parts: {a: {siez: 2}}", "parts.a.siez: unknown key. Did you mean 'parts.a.size'?"),
+        ("parts: {size: 2}", "parts.size: expected a section with keys such as size, rate, got 2 (an integer)"),
+        ("parts: [{size: 2}]", "parts: expected a mapping of sections, got [{'size': 2}] (a list)"),
+        (
+            "parts: {a-b: {}}",
+            "parts.a-b: 'a-b' cannot be a key here; use letters, digits and _, and begin with no digit",
+        ),
         ("table: [1]", "table: expected a mapping, got [1] (a list)"),
         ("pair: [1]", "pair: expected a list of 2 items, got 1"),
         ("pair: [1, 2]", "pair[1]: expected text, got 2 (an integer). Put it in quotes"),

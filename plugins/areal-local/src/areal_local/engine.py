@@ -1,4 +1,4 @@
-"""The embedded inference engine: any transformers causal LM, in this process, in pure torch."""
+"""The embedded inference engine: any transformers causal LM, in pure torch, in this process or one of its own."""
 
 from __future__ import annotations
 
@@ -17,23 +17,19 @@ from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 from areal_core.errors import ArealError, BadInputError
-from areal_core.logging import getLogger
 from areal_local.config import LocalConfig
-from areal_local.decoder import make_decoder, shared_copy
-from areal_local.generation import GenerationLoop
+from areal_local.decoder import shared_copy
+from areal_local.host import Host, ModelHost, as_ids, load_model
 from areal_local.rows import Pending
-from areal_local.weights import apply_update, plan_update, read_safetensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_logger = getLogger("LocalEngine")
 
 _MASK64 = (1 << 64) - 1
 
 
 class LocalEngine(InferenceEngine):
-    """Generates in a thread of this process.
+    """Generates in a thread of this process, or in a process of its own (``local.process``), with equal results.
 
     Requests submitted while paused are all admitted, in order, before the first step after ``continue_generation``
     (up to ``max_batch_size``); a run that submits that way is bitwise repeatable on one machine and thread count.
@@ -49,18 +45,14 @@ class LocalEngine(InferenceEngine):
         mesh = config.parsed_backend.parallel
         if mesh != ParallelStrategy():
             raise BadInputError(
-                f"rollout.backend: the engine 'local' runs in one process, it has no mesh of {mesh}. "
+                f"rollout.backend: the engine 'local' has one model, it has no mesh of {mesh}. "
                 f"Write {config.parsed_backend.name!r}, or use an engine with servers."
             )
         self.config = config
         self.options: LocalConfig = config.options if isinstance(config.options, LocalConfig) else LocalConfig()
         self.tokenizer: Any = None
-        self.model: Any = None
-        self._loop: GenerationLoop | None = None
+        self._host: Host | None = None
         self._version = 0
-        self._context: int | None = None
-        self._vocab_size = 0
-        self._eos_ids: tuple[int, ...] = ()
         self._seeds = random.Random(self.options.seed)
         self._exported: dict[str, float] = {}
 
@@ -72,27 +64,31 @@ class LocalEngine(InferenceEngine):
             return torch.device(self.options.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def initialize(self, model_path: str, tokenizer: Any = None, ft_spec: FinetuneSpec | None = None) -> None:
-        from transformers import AutoModelForCausalLM
+    @property
+    def model(self) -> Any:
+        """The model that generates; None where it is in another process, and after ``destroy``."""
+        return getattr(self._host, "model", None)
 
-        dtype = getattr(torch, self.config.dtype) if self.config.dtype is not None else "auto"
-        try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                model_path,
-                dtype=dtype,
-                trust_remote_code=self.config.trust_remote_code,
-                use_safetensors=True,  # nothing that must be unpickled
-                output_loading_info=True,
+    def initialize(self, model_path: str, tokenizer: Any = None, ft_spec: FinetuneSpec | None = None) -> None:
+        self._check_stopped()
+        config, options = self.config, self.options
+        host: Host
+        if options.process:
+            from areal_local.process import ProcessHost
+
+            host = ProcessHost(model_path, config, options, self.device)
+        else:
+            model = load_model(
+                model_path, dtype=config.dtype, device=self.device, trust_remote_code=config.trust_remote_code
             )
-        except (OSError, ValueError) as error:
-            raise BadInputError(f"{model_path}: cannot be loaded as a causal LM: {error}") from error
-        missing = sorted(info["missing_keys"])
-        if missing:
-            # transformers would go on with random numbers in their place.
-            raise BadInputError(
-                f"{model_path}: {len(missing)} tensors are missing from the safetensors, the first is {missing[0]!r}"
+            host = ModelHost(
+                model,
+                options,
+                keep_kv=config.weight_update_keep_kv,
+                # Asynchronous generation goes on during the optimizer step: it must not read half of the new weights.
+                may_borrow=options.share_weights and config.max_head_offpolicyness == 0,
             )
-        self._start(model.to(self.device), tokenizer)
+        self._start(host, tokenizer)
 
     @classmethod
     def from_model(
@@ -101,65 +97,67 @@ class LocalEngine(InferenceEngine):
         """An engine over the parameters of a model in memory, not copied: ``update_weights_*`` writes into them.
 
         The model itself may go on being used; its config and modules are left alone.
+
+        Raises:
+            BadInputError: with ``local.process``: another process cannot have this one's model.
         """
         engine = cls(config if config is not None else InferenceEngineConfig())
-        engine._start(shared_copy(model), tokenizer)
+        if engine.options.process:
+            raise BadInputError(
+                "rollout.local.process: a model in memory belongs to this process. Save it and call initialize, or "
+                "leave process false."
+            )
+        engine._start(
+            ModelHost(shared_copy(model), engine.options, keep_kv=engine.config.weight_update_keep_kv), tokenizer
+        )
         return engine
 
-    def _start(self, model: Any, tokenizer: Any) -> None:
-        if self._loop is not None:
+    def _check_stopped(self) -> None:
+        if self._host is not None:
             raise ArealError("the engine is running already; destroy() it first")
-        options = self.options
-        self.model, self.tokenizer = model.eval(), tokenizer
-        text = model.config.get_text_config()
-        limits = [
-            limit
-            for limit in (getattr(text, "max_position_embeddings", None), options.max_seq_len)
-            if limit is not None
-        ]
-        self._context = min(limits, default=None)
-        self._vocab_size = model.get_input_embeddings().num_embeddings
-        self._eos_ids = _as_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
-        device = next(model.parameters()).device
-        decoder = make_decoder(model, device, options.max_batch_size, options.prefill_tokens, slow=options.slow_decoder)
+
+    def _start(self, host: Host, tokenizer: Any) -> None:
+        self._host, self.tokenizer = host, tokenizer
         self._exported = {}
-        self._loop = GenerationLoop(decoder, device, self._vocab_size, options.max_batch_size, options.num_threads)
-        self._loop.version = self._version
-        # A daemon thread must not run while the interpreter takes torch down.
+        host.set_version(self._version)
+        # Neither a thread nor a process may outlive the interpreter that it answers to.
         atexit.register(_destroy_if_alive, weakref.ref(self))
 
     def destroy(self) -> None:
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.stop()
-        self.model = None
+        host, self._host = self._host, None
+        if host is not None:
+            host.stop()
 
-    def _running(self) -> GenerationLoop:
-        if self._loop is None:
+    @property
+    def _loop(self) -> Any:
+        return getattr(self._host, "loop", None)
+
+    def _running(self) -> Host:
+        if self._host is None:
             raise ArealError("the engine is not running: it was not initialised, or destroyed")
-        if self._loop.error is not None:
-            raise self._loop.error
-        return self._loop
+        if self._host.error is not None:
+            raise self._host.error
+        return self._host
 
     # ------------------------------------------------------------------------------------------- generation
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        loop = self._running()
-        pending = self._accept(request)
-        loop.submit(pending)
+        host = self._running()
+        pending = self._accept(request, host)
+        host.submit(pending)
         try:
             return await pending.future
         except asyncio.CancelledError:
-            loop.cancel(pending)
+            host.cancel(pending)
             raise
 
-    def _accept(self, request: ModelRequest) -> Pending:
+    def _accept(self, request: ModelRequest, host: Host) -> Pending:
         """Check a request against this engine.
 
         Raises:
             BadInputError: if it can never be answered.
         """
-        gconfig, prompt = request.gconfig, request.input_ids
+        gconfig, prompt, facts = request.gconfig, request.input_ids, host.facts
         if gconfig.n_samples != 1:
             raise BadInputError(f"gconfig.n_samples is {gconfig.n_samples}: send one request per sample")
         if request.image_data:
@@ -167,10 +165,10 @@ class LocalEngine(InferenceEngine):
         size = len(prompt)
         if not size:
             raise BadInputError("input_ids is empty: a prompt needs at least one token")
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise BadInputError(f"input_ids holds an id outside the model's vocabulary of {self._vocab_size}")
+        if min(prompt) < 0 or max(prompt) >= facts.vocab_size:
+            raise BadInputError(f"input_ids holds an id outside the model's vocabulary of {facts.vocab_size}")
         max_out = gconfig.max_new_tokens
-        for limit, name in ((gconfig.max_tokens, "max_tokens"), (self._context, "the context")):
+        for limit, name in ((gconfig.max_tokens, "max_tokens"), (facts.context, "the context")):
             if limit is None:
                 continue
             if size >= limit:
@@ -187,7 +185,7 @@ class LocalEngine(InferenceEngine):
             raise BadInputError("gconfig.stop holds an empty string: give text that ends a completion")
         stop_ids = tuple(gconfig.stop_token_ids)
         if not gconfig.ignore_eos:
-            stop_ids += self._eos_ids + _as_ids(getattr(tokenizer, "eos_token_id", None))
+            stop_ids += facts.eos_ids + as_ids(getattr(tokenizer, "eos_token_id", None))
         seed = gconfig.seed if gconfig.seed is not None else self._seeds.getrandbits(63)
         loop = asyncio.get_running_loop()
         return Pending(
@@ -209,44 +207,29 @@ class LocalEngine(InferenceEngine):
     # ------------------------------------------------------------------------------------------- weights
 
     def update_weights_from_memory(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        self._update(tensors, version, "update_weights_from_memory")
+        """See the contract. In synchronous mode the tensors may be read in place until the next update."""
+        self._running().update_from_memory(tensors, version, "update_weights_from_memory")
+        self._version = version
 
     def update_weights_from_disk(self, meta: WeightUpdateMeta) -> None:
         if meta.path is None:
             raise BadInputError("update_weights_from_disk: meta.path is not set; it must name a folder of safetensors")
-        folder = Path(meta.path)
-        self._update(read_safetensors(folder), meta.version, str(folder))
-
-    def _update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, source: str) -> None:
-        loop = self._running()
-        pairs = plan_update(self.model, tensors, source)
-        with loop.exclusive():
-            apply_update(pairs)
-            if not self.config.weight_update_keep_kv:
-                loop.invalidate()
-            self.set_version(version)
+        self._running().update_from_disk(Path(meta.path), meta.version)
+        self._version = meta.version
 
     def set_version(self, version: int) -> None:
         self._version = version
-        if self._loop is not None:
-            self._loop.version = version
+        if self._host is not None:
+            self._host.set_version(version)
 
     def get_version(self) -> int:
         return self._version
 
     def offload(self) -> None:
-        loop = self._running()
-        loop.pause()
-        loop.decoder.clear()
-        loop.invalidate()
-        if self.device.type != "cpu":
-            self.model.to("cpu")
+        self._running().offload()
 
     def onload(self) -> None:
-        loop = self._running()
-        if self.device.type != "cpu":
-            self.model.to(self.device)
-        loop.resume()
+        self._running().onload()
 
     # ------------------------------------------------------------------------------------------- statistics
 
@@ -255,23 +238,16 @@ class LocalEngine(InferenceEngine):
         saved by sharing, ``decode_steps``, ``finished``, ``busy_seconds``, ``tokens_per_second`` while busy), and the
         gauges ``running`` and ``waiting``.
         """
-        if self._loop is None:
+        if self._host is None:
             return {}
-        now = dict(self._loop.counters)
+        now = self._host.counters()
+        gauges = {name: now.pop(name) for name in ("running", "waiting")}
         stats = {name: value - self._exported.get(name, 0.0) for name, value in now.items()}
         self._exported = now
         busy = stats.pop("busy")
         stats["busy_seconds"] = busy
         stats["tokens_per_second"] = stats["generated_tokens"] / busy if busy > 0 else 0.0
-        stats["running"] = float(self._loop.rows.running)
-        stats["waiting"] = float(len(self._loop.waiting))
-        return stats
-
-
-def _as_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (int(value),) if isinstance(value, int) else tuple(int(v) for v in value)
+        return {**stats, **gauges}
 
 
 def _destroy_if_alive(reference: weakref.ref[LocalEngine]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -22,7 +22,7 @@ from areal_local.sampling import SamplingParams, sample, uniform
 
 _logger = getLogger("LocalGeneration")
 
-_Done = tuple[Pending, ModelResponse | BaseException]
+Done = tuple[Pending, ModelResponse | BaseException]
 
 
 class GenerationLoop:
@@ -36,12 +36,20 @@ class GenerationLoop:
         vocab_size: ids at or above are never stop ids.
         max_rows: most rows decoded together.
         num_threads: CPU threads of this thread, or None.
+        deliver: gets the results of a step, in the loop's thread.
     """
 
     def __init__(
-        self, decoder: Decoder, device: torch.device, vocab_size: int, max_rows: int, num_threads: int | None = None
+        self,
+        decoder: Decoder,
+        device: torch.device,
+        vocab_size: int,
+        max_rows: int,
+        num_threads: int | None = None,
+        deliver: Callable[[list[Done]], None] | None = None,
     ) -> None:
         self.decoder, self.device, self.vocab_size, self.num_threads = decoder, device, vocab_size, num_threads
+        self.deliver = deliver or resolve_futures
         self.rows = Rows(max_rows)
         self.waiting: deque[Pending] = deque()
         self.version = 0
@@ -52,7 +60,7 @@ class GenerationLoop:
         self._condition = threading.Condition()
         self._paused = self._stopping = self._stepping = self._idle = False
         self._cancellations = False
-        self._done: list[_Done] = []
+        self._done: list[Done] = []
         self._thread = threading.Thread(target=self._run, name="areal-local", daemon=True)
         self._thread.start()
 
@@ -103,6 +111,11 @@ class GenerationLoop:
         for row, pending in enumerate(self.rows.requests):
             if pending is not None:
                 self.rows.fresh[row] = True
+
+    def weights_changed(self, *, keep_kv: bool) -> None:
+        """The model has other weights, or they lie elsewhere. Call inside ``exclusive``."""
+        if not keep_kv:
+            self.invalidate()
 
     def stop(self) -> None:
         """End every request with what it has (``abort``) and join the thread."""
@@ -306,21 +319,24 @@ class GenerationLoop:
         self.rows.remove(row)
 
     def _deliver(self) -> None:
-        """Hand results to the event loops of their callers, once per loop."""
-        if not self._done:
-            return
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Done]] = {}
-        for item in self._done:
-            by_loop.setdefault(item[0].loop, []).append(item)
-        self._done = []
-        for loop, items in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_resolve, items)
-            except RuntimeError:
-                _logger.debug("the event loop of %d requests is closed", len(items))
+        if self._done:
+            done, self._done = self._done, []
+            self.deliver(done)
 
 
-def _resolve(items: list[_Done]) -> None:
+def resolve_futures(done: list[Done]) -> None:
+    """Hand results to the event loops of their callers, once per loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Done]] = {}
+    for item in done:
+        by_loop.setdefault(item[0].loop, []).append(item)
+    for loop, items in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_resolve, items)
+        except RuntimeError:
+            _logger.debug("the event loop of %d requests is closed", len(items))
+
+
+def _resolve(items: list[Done]) -> None:
     for pending, result in items:
         if pending.future.done():
             continue

@@ -81,7 +81,7 @@ def test_forward_when_attention_cannot_be_packed_expected_padded_equal(arch: str
 
     output = engine.forward(batch)
 
-    assert not engine._ready().is_packed
+    assert not engine.ready().is_packed
     assert_close(output.logprobs, expected.float(), rtol=1e-4, atol=1e-4)
 
 

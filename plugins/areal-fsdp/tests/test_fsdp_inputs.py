@@ -15,7 +15,7 @@ from areal_core.api.io_struct import FinetuneSpec, SaveLoadMeta
 from areal_core.errors import BadInputError
 
 
-@pytest.mark.parametrize("backend", ["fsdp:t2", "fsdp:c2", "fsdp:p2", "fsdp:d1e2"])
+@pytest.mark.parametrize("backend", ["fsdp:p2", "fsdp:d1e2"])
 def test_create_process_group_when_size_is_not_implemented_expected_error(backend: str, tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=rf"{backend[-2:]}.*not implement"):
         cases.make_engine(tmp_path, backend=backend)
@@ -123,7 +123,6 @@ def test_load_hf_when_other_architecture_expected_error_and_unchanged_model(tmp_
     [
         ({"dtype": "float32", "param_dtype": "bfloat16"}, "param_dtype"),
         ({"dtype": "float16", "optimizer": OptimizerConfig()}, "loss scaling"),
-        ({"optimizer": OptimizerConfig(type="muon")}, "optimizer.type: 'muon'"),
         ({"optimizer": OptimizerConfig(lr_scheduler_type="cosine")}, "number of training steps"),
         ({"attn_impl": "no_such_attention"}, "no_such_attention"),
         ({"role": "judge"}, "judge"),

@@ -18,6 +18,11 @@ class FSDPConfig:
     disable_dropout: bool = option(
         True, "Switch off the dropout of the model itself (not LoRA's), so that training sees the sampler's policy."
     )
+    replicate: int = option(
+        1,
+        "HSDP: copies of the sharded parameters; it divides d, and each copy is sharded over d / replicate x c ranks.",
+        ge=1,
+    )
     reshard_after_forward: bool = option(True, "Free gathered parameters of a layer between forward and backward.")
     cpu_offload: bool = option(False, "Keep sharded parameters, gradients and optimizer state in host memory.")
     max_shard_size: str = option("5GB", "Largest safetensors file of an export.")

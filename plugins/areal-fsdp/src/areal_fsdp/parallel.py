@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from areal_fsdp.config import FSDPConfig
+from areal_fsdp.mesh import Mesh
 from areal_fsdp.scorer import Scorer
 
 
@@ -19,9 +19,9 @@ def broadcast_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
             dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
 
 
-def shard_model(scorer: Scorer, mesh: DeviceMesh, compute_dtype: torch.dtype, options: FSDPConfig) -> None:
+def shard_model(scorer: Scorer, mesh: Mesh, compute_dtype: torch.dtype, options: FSDPConfig) -> None:
     """Apply ``fully_shard`` in place. Gradients are summed over the ranks, in fp32, never averaged."""
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
     layer_names = set(scorer.model._no_split_modules or [])
     layers = [m for m in scorer.model.modules() if type(m).__name__ in layer_names]
     mixed = next(scorer.parameters()).dtype != compute_dtype
@@ -34,7 +34,7 @@ def shard_model(scorer: Scorer, mesh: DeviceMesh, compute_dtype: torch.dtype, op
         )
         fully_shard(
             module,
-            mesh=mesh,
+            mesh=mesh.fsdp_mesh,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=None if is_root else options.reshard_after_forward,

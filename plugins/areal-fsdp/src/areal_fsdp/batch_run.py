@@ -1,0 +1,157 @@
+"""A pass over a batch: its micro-batches through the model and the loss, and the sums over ranks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
+from areal_core.api.engine_api import LossFn, LossWeightFn
+from areal_core.data.microbatch import split_by_tokens
+from areal_fsdp import comm
+from areal_fsdp.layout import ModelInput, make_model_input
+
+if TYPE_CHECKING:
+    from areal_fsdp.engine import FSDPEngine
+
+
+def autocast(engine: FSDPEngine) -> AbstractContextManager[Any]:
+    """Mixed precision in one process; FSDP has a policy of its own."""
+    if engine.mesh.world is not None or engine.config.dtype == engine.config.param_dtype:
+        return nullcontext()
+    return torch.autocast(engine.device.type, dtype=engine.compute_dtype)
+
+
+def split(engine: FSDPEngine, batch: PackedBatch) -> list[tuple[list[int], PackedBatch]]:
+    """Micro-batches of this rank's shard, as many as on every other rank (empty ones at the end)."""
+    groups = batch.rows["group_ids"].tolist() if "group_ids" in batch.rows else None
+    parts = split_by_tokens(batch.seqlens.tolist(), engine.config.mb_spec.max_tokens_per_mb, groups=groups)
+    count = comm.max_int(max(1, len(parts)), engine.mesh.world, engine.device)
+    parts = [*parts, *([] for _ in range(count - len(parts)))]
+    whole = list(range(batch.num_seqs))
+    return [(part, batch if part == whole else batch.select(part)) for part in parts]
+
+
+def model_input(engine: FSDPEngine, micro_batch: PackedBatch) -> ModelInput:
+    scorer = engine.ready()
+    share = engine.options.share_prompts and scorer.is_packed
+    return make_model_input(micro_batch, share_prompts=share).to(engine.device)
+
+
+class BatchRun:
+    """One pass over a batch: its micro-batches, and the sums that are reported at the end.
+
+    Attributes:
+        model_tokens: rows that the model computed on this rank.
+    """
+
+    def __init__(
+        self,
+        engine: FSDPEngine,
+        batch: PackedBatch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        with_entropy: bool,
+    ) -> None:
+        self.engine, self.loss_fn, self.with_entropy = engine, loss_fn, with_entropy
+        self.group, self.device = engine.mesh.dp_group, engine.device
+        self.model_tokens = 0
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.stats: dict[str, list[torch.Tensor]] = {}
+        self.micro_batches: list[tuple[PackedBatch, ModelInput]] = []
+        weight = torch.zeros((), dtype=torch.float64, device=self.device)
+        for _, micro_batch in split(engine, batch.to("cpu")):
+            inputs = model_input(engine, micro_batch)
+            micro_batch = micro_batch.to(self.device)
+            if not inputs.is_dummy:
+                weight += loss_weight_fn(micro_batch)
+                self.model_tokens += len(inputs.input_ids)
+            self.micro_batches.append((micro_batch, inputs))
+        self.total_weight = comm.all_reduce(weight, self.group)
+        # A total weight of 0 must not make NaNs: the step is skipped.
+        self.scale = torch.where(self.total_weight > 0, 1.0 / self.total_weight, 0.0).float()
+
+    def backward(self) -> None:
+        """Add the gradient of the whole batch's loss to the parameters."""
+        for micro_batch, inputs in self.micro_batches:
+            with autocast(self.engine):
+                loss = self._loss(micro_batch, inputs)
+            if loss.requires_grad:
+                loss.backward()
+
+    def evaluate(self) -> None:
+        with torch.no_grad(), autocast(self.engine):
+            for micro_batch, inputs in self.micro_batches:
+                self._loss(micro_batch, inputs)
+
+    def _loss(self, micro_batch: PackedBatch, inputs: ModelInput) -> torch.Tensor:
+        """The micro-batch's share of the loss of the whole batch; its numbers are added to the sums."""
+        scorer = self.engine.ready()
+        critic = scorer.is_critic
+        values, entropies = scorer(inputs, self.with_entropy and not critic)
+        if inputs.is_dummy:
+            return values.sum()
+        zeros = torch.zeros(micro_batch.num_tokens, dtype=torch.float32, device=self.device)
+        out = _scatter(zeros, inputs.token_index, values)
+        entropy = None if entropies is None else _scatter(zeros, inputs.token_index, entropies)
+        output = TokenOutput(logprobs=zeros, values=out) if critic else TokenOutput(logprobs=out, entropy=entropy)
+        with torch.autocast(self.device.type, enabled=False):
+            loss_output: LossOutput = self.loss_fn(output, micro_batch)
+        self.loss_sum += loss_output.loss.detach()
+        for name, (total, count) in loss_output.stats.items():
+            sums = self.stats.setdefault(name, [torch.zeros_like(self.loss_sum), torch.zeros_like(self.loss_sum)])
+            sums[0] += total.detach()
+            sums[1] += count.detach()
+        loss = loss_output.loss * self.scale
+        # With nothing predicted here the loss hangs on no parameter, but the backward's collectives must still run.
+        return loss + values.sum() if len(inputs.rows) == 0 else loss
+
+    def results(self, norm: torch.Tensor) -> tuple[dict[str, float], tuple[float, float]]:
+        """Loss and stats over all ranks, then (grad norm, total weight): one transfer to the host."""
+        names = sorted({name for part in comm.gather_json(list(self.stats), self.group, self.device) for name in part})
+        zero = torch.zeros_like(self.loss_sum)
+        sums = [self.stats.get(name, [zero, zero]) for name in names]
+        flat = torch.stack([self.loss_sum, *(value for pair in sums for value in pair)])
+        comm.all_reduce(flat, self.group)
+        host = torch.cat([flat, torch.stack([norm.detach().to(flat), self.total_weight])]).tolist()
+        grad_norm, total_weight = host[-2], host[-1]
+        result = {"loss": host[0] / total_weight if total_weight > 0 else 0.0}
+        for index, name in enumerate(names):
+            total, count = host[1 + 2 * index], host[2 + 2 * index]
+            result[name] = total / count if count != 0 else 0.0
+        return result, (grad_norm, total_weight)
+
+
+@torch.no_grad()
+def forward_batch(engine: FSDPEngine, batch: PackedBatch, *, with_entropy: bool) -> TokenOutput:
+    """Log-probs (critics: values) of every token of this rank's shard."""
+    scorer = engine.ready()
+    home = batch.tokens["input_ids"].device
+    out = torch.zeros(batch.num_tokens, dtype=torch.float32, device=engine.device)
+    entropy = torch.zeros_like(out) if with_entropy and not engine.is_critic else None
+    with autocast(engine):
+        for indices, micro_batch in split(engine, batch.to("cpu")):
+            inputs = model_input(engine, micro_batch)
+            values, entropies = scorer(inputs, entropy is not None)
+            if inputs.is_dummy:
+                continue
+            at = _token_places(batch, indices, engine.device)[inputs.token_index]
+            out[at] = values[: len(at)]
+            if entropy is not None:
+                entropy[at] = entropies[: len(at)]
+    out, entropy = out.to(home), None if entropy is None else entropy.to(home)
+    if engine.is_critic:
+        return TokenOutput(logprobs=torch.zeros_like(out), values=out)
+    return TokenOutput(logprobs=out, entropy=entropy)
+
+
+def _scatter(zeros: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return zeros.index_put((index,), values[: len(index)])
+
+
+def _token_places(batch: PackedBatch, indices: list[int], device: torch.device) -> torch.Tensor:
+    """Where the tokens of ``batch.select(indices)`` stand in ``batch``."""
+    bounds = batch.cu_seqlens.tolist()
+    return torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in indices]).to(device)

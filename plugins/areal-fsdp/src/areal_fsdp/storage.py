@@ -1,0 +1,118 @@
+"""What an engine saves and loads: Hugging Face folders, whole training states, adapters. Every rank calls these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from areal_core.api.io_struct import SaveLoadMeta
+from areal_core.errors import BadInputError
+from areal_fsdp import checkpoint, comm, export, loading, lora
+
+if TYPE_CHECKING:
+    from areal_fsdp.engine import FSDPEngine
+
+
+def save(engine: FSDPEngine, meta: SaveLoadMeta) -> None:
+    """``TrainEngine.save``."""
+    scorer = engine.ready()
+    if meta.weight_format == "hf":
+        save_hf(engine, meta.path, tokenizer=meta.tokenizer)
+        return
+    _check_save_path(engine, meta.path)
+    state = {
+        "version": engine.version,
+        "steps": engine.steps,
+        "schedule_step": engine.schedule.step_index if engine.schedule is not None else 0,
+    }
+    error: Exception | None = None
+    try:
+        optimizer = engine.optimizer if meta.with_optim else None
+        checkpoint.save_state(
+            meta.path, scorer.model, optimizer, meta=state, rank=engine.mesh.rank, device=engine.device
+        )
+    except Exception as caught:
+        error = caught
+    comm.raise_together(error, engine.mesh.world, engine.device)
+
+
+def load(engine: FSDPEngine, meta: SaveLoadMeta) -> None:
+    """``TrainEngine.load``."""
+    scorer = engine.ready()
+    error: Exception | None = None
+    state: dict[str, Any] = {}
+    new: nn.Module | None = None
+    try:
+        if meta.weight_format == "hf":
+            new = engine.build_model(loading.resolve_folder(str(meta.path)), from_scratch=False)
+            export.check_fits(scorer.model, new, where=meta.path)
+        elif not meta.path.is_dir():
+            raise BadInputError(f"{meta.path}: there is no such checkpoint folder.")
+    except BadInputError as caught:
+        error = caught
+    comm.raise_together(error, engine.mesh.world, engine.device)
+    if new is not None:
+        export.copy_into(scorer.model, new)
+        return
+    optimizer = engine.optimizer if meta.with_optim else None
+    try:
+        state = checkpoint.load_state(meta.path, scorer.model, optimizer, rank=engine.mesh.rank, device=engine.device)
+    except BadInputError as caught:
+        error = caught
+    comm.raise_together(error, engine.mesh.world, engine.device)
+    engine.version, engine.steps = int(state["version"]), int(state["steps"])
+    if engine.schedule is not None and meta.with_optim:
+        engine.schedule.load(int(state["schedule_step"]))
+
+
+def save_adapter(engine: FSDPEngine, path: Path) -> None:
+    """Write the LoRA adapter alone, in peft's layout."""
+    engine.ready()
+    if engine.peft is None:
+        raise BadInputError("lora: not set, so there is no adapter to save.")
+    _check_save_path(engine, path)
+    trained = {n: export.full(p).cpu() for n, p in engine.peft.named_parameters() if p.requires_grad}
+    error: Exception | None = None
+    try:
+        if engine.mesh.rank == 0:
+            lora.write_adapter(engine.peft, trained, path)
+    except Exception as caught:
+        error = caught
+    comm.raise_together(error, engine.mesh.world, engine.device)
+
+
+def save_hf(engine: FSDPEngine, path: Path, *, tokenizer: Any) -> None:
+    """Write the weights, adapters merged, in Hugging Face layout."""
+    scorer = engine.ready()
+    _check_save_path(engine, path)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in export.hf_tensors(scorer.model):
+        if engine.mesh.rank == 0:
+            tensors[name] = tensor.cpu()
+    error: Exception | None = None
+    try:
+        if engine.mesh.rank == 0:
+            export.write_hf_folder(
+                scorer.model,
+                tensors,
+                path,
+                tokenizer=tokenizer,
+                max_shard_size=engine.options.max_shard_size,
+                source=engine.folder,
+            )
+    except Exception as caught:
+        error = caught
+    comm.raise_together(error, engine.mesh.world, engine.device)
+
+
+def _check_save_path(engine: FSDPEngine, path: Path) -> None:
+    error: Exception | None = None
+    try:
+        if engine.mesh.rank == 0:
+            export.check_empty(path)
+    except BadInputError as caught:
+        error = caught
+    comm.raise_together(error, engine.mesh.world, engine.device)

@@ -32,10 +32,48 @@ def check_clipped(config: PPOActorConfig, *, group_size: int, has_ref: bool) -> 
             "Dr.GRPO uses the generation budget: ${gconfig.max_new_tokens}.",
             key="actor.loss_agg_const",
         )
-    if config.behave_imp_weight_cap is not None and not config.use_decoupled_loss:
+    _check_decoupled(config)
+
+
+def _check_decoupled(config: PPOActorConfig) -> None:
+    """The proximal policy, and the weight that corrects for the sampler."""
+    importance, cap = config.importance, config.behave_imp_weight_cap
+    if cap is not None and importance is not None:
+        raise ConfigError(
+            "and actor.importance bound the same weight. Leave it out: it is "
+            f"`actor.importance: {{mode: mask, upper: {cap:g}}}`.",
+            key="actor.behave_imp_weight_cap",
+        )
+    if cap is not None and not config.use_decoupled_loss:
         raise ConfigError(
             "caps a weight that only the decoupled loss has. Set actor.use_decoupled_loss: true, or leave it out.",
             key="actor.behave_imp_weight_cap",
+        )
+    if config.prox_logp != "recompute" and not config.is_decoupled:
+        raise ConfigError(
+            f"is {config.prox_logp}, but only the decoupled loss has a proximal policy. "
+            "Set actor.use_decoupled_loss: true, or leave it out.",
+            key="actor.prox_logp",
+        )
+    if config.prox_logp == "rollout" and (importance is not None or cap is not None):
+        section = "behave_imp_weight_cap" if importance is None else "importance"
+        raise ConfigError(
+            f"is rollout: the sampler's own log-probs, so that the weight that actor.{section} bounds is always 1. "
+            "Use recompute or loglinear.",
+            key="actor.prox_logp",
+        )
+    if importance is None:
+        return
+    if importance.lower is not None and importance.upper is not None and importance.lower >= importance.upper:
+        raise ConfigError(
+            f"is {importance.lower}, not below actor.importance.upper ({importance.upper}). Common are 0.5 and 2; "
+            "null is no bound.",
+            key="actor.importance.lower",
+        )
+    if importance.level == "token" and importance.sequence_ratio != "geometric":
+        raise ConfigError(
+            f"is {importance.sequence_ratio}, but actor.importance.level is token. Set the level to sequence.",
+            key="actor.importance.sequence_ratio",
         )
 
 

@@ -59,7 +59,10 @@ class CISPO(CriticFree):
         bounds = "Leave it out; the bounds are algorithm.cispo.max_weight and min_weight."
         self._reject(
             {
-                "use_decoupled_loss": (False, "takes its importance weight to the sampler already. Use false."),
+                "use_decoupled_loss": (
+                    False,
+                    "takes its importance weight to the sampler already. Use false, or actor.importance.",
+                ),
                 "c_clip": (None, f"clips the weight, not the loss. {bounds}"),
                 "eps_clip_higher": (None, f"clips the weight, not the loss. {bounds}"),
             }

@@ -12,11 +12,13 @@ import torch
 
 from areal_core.algorithms.advantages import action_rewards, broadcast_advantages, rewards_to_go
 from areal_core.algorithms.aggregate import sequence_weights, token_weights, trained_lengths
+from areal_core.algorithms.importance import ImportanceWeight, importance_weight
 from areal_core.algorithms.kl import kl_estimate
-from areal_core.algorithms.losses import PolicyLoss, behaviour_weight, ppo_clip_loss, probability_ratio
+from areal_core.algorithms.losses import PolicyLoss, ppo_clip_loss, probability_ratio
 from areal_core.algorithms.norm import has_variance, normalize
+from areal_core.algorithms.proximal import loglinear_proximal
 from areal_core.algorithms.segments import expand_rows
-from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput, as_stat
+from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput, as_maximum, as_stat
 from areal_core.api.configs import NormConfig, PPOActorConfig
 
 #: From current and old log-probs and advantages, all ``[T]`` and 0 where not trained, to a loss per token.
@@ -124,10 +126,11 @@ def clipped_policy_loss(config: PPOActorConfig, output: TokenOutput, batch: Pack
 
 
 def policy_loss(config: PPOActorConfig, output: TokenOutput, batch: PackedBatch, token_loss: TokenLoss) -> LossOutput:
-    """``token_loss``, plus KL to the reference, minus entropy bonus, aggregated by ``loss_agg`` into a sum.
+    """``token_loss``, weighted by ``behaviour_weights``, plus KL to the reference, minus entropy bonus, aggregated by
+    ``loss_agg`` into a sum.
 
-    Reads ``logprobs``, ``advantages`` and ``loss_mask``; with the decoupled loss ``prox_logprobs``, with a KL in the
-    loss ``ref_logprobs``.
+    Reads ``logprobs``, ``advantages`` and ``loss_mask``; with the decoupled loss what ``proximal_logprobs`` reads, with
+    a KL in the loss ``ref_logprobs``.
     """
     mask = batch["loss_mask"]
 
@@ -136,32 +139,43 @@ def policy_loss(config: PPOActorConfig, output: TokenOutput, batch: PackedBatch,
         return torch.where(mask, values, 0.0)
 
     advantages, logprobs, behave = trained(batch["advantages"]), trained(output.logprobs), trained(batch["logprobs"])
+    current = logprobs.detach()
     weight = token_weights(mask, batch.cu_seqlens, config.loss_agg, config.loss_agg_const)
-    old = trained(batch["prox_logprobs"]) if config.use_decoupled_loss else behave
+    decoupled = config.is_decoupled
+    old = trained(proximal_logprobs(config, batch, current, behave)) if decoupled else behave
     ref = trained(batch["ref_logprobs"]) if "ref_logprobs" in batch else None
 
     policy = token_loss(logprobs, old, advantages)
     per_token = policy.loss
+    low, high = policy.clipped & (policy.ratio < 1), policy.clipped & (policy.ratio > 1)
     stats = {
         "ratio": as_stat(policy.ratio, mask),
         "clip_fraction": as_stat(policy.clipped.float(), mask),
+        "clip_fraction_low": as_stat(low.float(), mask),
+        "clip_fraction_high": as_stat(high.float(), mask),
         "advantage": as_stat(advantages, mask),
-        "approx_kl": as_stat(_approx_kl(logprobs.detach(), behave), mask),
+        "approx_kl": as_stat(_approx_kl(current, behave), mask),
     }
+    maxima = {"ratio": as_maximum(policy.ratio, mask)}
     if config.c_clip is not None:
         stats["dual_clip_fraction"] = as_stat(policy.dual_clipped.float(), mask)
-    if config.use_decoupled_loss:
-        behave_weight, dropped = behaviour_weight(old, behave, config.behave_imp_weight_cap)
-        per_token = per_token * behave_weight
-        stats["behave_weight"] = as_stat(behave_weight, mask)
-        stats["behave_dropped_fraction"] = as_stat(dropped.float(), mask)
+    if decoupled:
+        importance = behaviour_weights(config, old, behave, mask, batch.cu_seqlens)
+        per_token = per_token * importance.weight
+        outside = as_stat(importance.outside.float(), mask)
+        clamps = config.importance is not None and config.importance.mode == "clamp"
+        stats["behave_ratio"] = as_stat(importance.ratio, mask)
+        stats["behave_weight"] = as_stat(importance.weight, mask)
+        stats["behave_clamped_fraction" if clamps else "behave_dropped_fraction"] = outside
+        stats["prox_kl"] = as_stat(_approx_kl(current, old), mask)
+        maxima["behave_ratio"] = as_maximum(importance.ratio, mask)
     stats["policy_loss"] = as_stat(per_token, mask)
     if kl_in_loss(config):
         if ref is None:
             raise ValueError("kl_ctl > 0 needs ref_logprobs in the batch")
         per_token = per_token + config.kl_ctl * kl_estimate(logprobs, ref, config.kl_estimator)
     if ref is not None:
-        stats["ref_kl"] = as_stat(kl_estimate(logprobs.detach(), ref, "k3"), mask)
+        stats["ref_kl"] = as_stat(kl_estimate(current, ref, "k3"), mask)
     entropy = None if output.entropy is None else trained(output.entropy)
     if entropy is not None:
         stats["entropy"] = as_stat(entropy, mask)
@@ -169,7 +183,49 @@ def policy_loss(config: PPOActorConfig, output: TokenOutput, batch: PackedBatch,
         if entropy is None:
             raise ValueError("entropy_coef > 0 needs output.entropy: run the engine with_entropy")
         per_token = per_token - config.entropy_coef * entropy
-    return LossOutput((weight * per_token).sum(), stats)
+    return LossOutput((weight * per_token).sum(), stats, maxima)
+
+
+def proximal_logprobs(
+    config: PPOActorConfig, batch: PackedBatch, current: torch.Tensor, behave: torch.Tensor
+) -> torch.Tensor:
+    """Log-probs of the policy before the step's first update, ``[T]``, as ``prox_logp`` says how.
+
+    Reads ``prox_logprobs`` (recompute), or ``versions`` and the row ``trainer_version`` (loglinear).
+
+    Args:
+        current, behave: ``[T]``, of the current policy, detached, and of the sampler.
+    """
+    if config.prox_logp == "recompute":
+        return batch["prox_logprobs"]
+    if config.prox_logp == "rollout":
+        return behave
+    version = expand_rows(batch["trainer_version"], batch.cu_seqlens, batch.num_tokens)
+    return loglinear_proximal(current, behave, batch["versions"], version)
+
+
+def behaviour_weights(
+    config: PPOActorConfig, prox: torch.Tensor, behave: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor
+) -> ImportanceWeight:
+    """The proximal policy's weight over the sampler's, bounded by ``importance`` or ``behave_imp_weight_cap``.
+
+    The decoupled objective (AReaL, arXiv:2505.24298, eq. 5; Hilton et al., arXiv:2110.00641, eq. 4) is
+    ``prox / behave * min(r A, clip(r) A)`` with ``r = current / prox``.
+    """
+    chosen = config.importance
+    if chosen is None:
+        return importance_weight(prox, behave, mask, cu_seqlens, mode="mask", upper=config.behave_imp_weight_cap)
+    return importance_weight(
+        prox,
+        behave,
+        mask,
+        cu_seqlens,
+        level=chosen.level,
+        mode=chosen.mode,
+        lower=chosen.lower,
+        upper=chosen.upper,
+        sequence_ratio=chosen.sequence_ratio,
+    )
 
 
 def kl_in_loss(config: PPOActorConfig) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from areal_core.algorithms.critic_free import CriticFree
 from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
+from areal_core.errors import ConfigError
 
 
 class GSPO(CriticFree):
@@ -36,12 +37,19 @@ class GSPO(CriticFree):
             {
                 "use_decoupled_loss": (
                     False,
-                    "has one ratio for a sequence, and that weight is of a token. Use false.",
+                    "has one ratio for a sequence, and that weight is of a token. Use false, or actor.importance with "
+                    "level: sequence.",
                 ),
                 "kl_in_reward": (False, "has one advantage for a sequence. Use false: the KL is then in the loss."),
                 "discount": (1.0, "has one advantage for a sequence. Use 1."),
             }
         )
+
+        importance = self.config.importance
+        if importance is not None and importance.level == "token":
+            raise ConfigError(
+                "is token, but gspo has one ratio for a sequence. Use sequence.", key="actor.importance.level"
+            )
 
     def loss(self, output: TokenOutput, batch: PackedBatch) -> LossOutput:
         from areal_core.algorithms.clipped import policy_loss

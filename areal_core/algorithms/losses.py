@@ -68,29 +68,6 @@ def ppo_clip_loss(
     return PolicyLoss(loss, ratio.detach(), clipped.detach(), dual_clipped.detach())
 
 
-def behaviour_weight(
-    prox_logprobs: torch.Tensor, behave_logprobs: torch.Tensor, cap: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance weight from the behaviour to the proximal policy, for decoupled PPO.
-
-    The objective (AReaL, arXiv:2505.24298, eq. 5; Hilton et al., arXiv:2110.00641, eq. 4) is
-    ``prox / behave * min(r A, clip(r) A)`` with ``r = current / prox``: multiply ``ppo_clip_loss`` around the proximal
-    log-probs by this weight. Where the weight exceeds ``cap`` the token is dropped (weight 0); it still counts in the
-    denominator.
-
-    Args:
-        prox_logprobs: ``[T]``, of the policy before the step's first update.
-        behave_logprobs: ``[T]``, of the sampler.
-        cap: largest weight that is used; None: all.
-
-    Returns:
-        The weight ``[T]`` to multiply with, detached, and bool ``[T]``: dropped by the cap.
-    """
-    weight = probability_ratio(prox_logprobs, behave_logprobs).detach()
-    dropped = torch.zeros_like(weight, dtype=torch.bool) if cap is None else weight > cap
-    return torch.where(dropped, 0.0, weight), dropped
-
-
 def value_clip_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_eps_clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,7 +41,7 @@ class PPO(Algorithm):
 
     @property
     def needs_entropy(self) -> bool:
-        return self.config.entropy_coef > 0
+        return self.config.entropy_coef > 0 or self.config.report_entropy
 
     @property
     def needs_ref_logprobs(self) -> bool:
@@ -53,7 +53,7 @@ class PPO(Algorithm):
 
     @property
     def needs_prox_logprobs(self) -> bool:
-        return self.config.use_decoupled_loss
+        return self.config.is_decoupled and self.config.prox_logp == "recompute"
 
     @property
     def zero_advantage_is_zero_gradient(self) -> bool:

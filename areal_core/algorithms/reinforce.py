@@ -32,7 +32,7 @@ class Reinforce(CriticFree):
         super().check(group_size=group_size, has_ref=has_ref, has_critic=has_critic)
         self._reject(
             {
-                "use_decoupled_loss": (False, "has no ratio. Set it to false, or use algorithm.name: grpo."),
+                "use_decoupled_loss": (False, "has no ratio. Set it to false, or use actor.importance."),
                 "c_clip": (None, "clips nothing. Leave it out, or use algorithm.name: grpo."),
                 "eps_clip_higher": (None, "clips nothing. Leave it out, or use algorithm.name: grpo."),
                 "ppo_n_minibatches": (

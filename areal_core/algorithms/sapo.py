@@ -50,7 +50,10 @@ class SAPO(CriticFree):
         gate = "has a soft gate and no clip. Leave it out; its width is algorithm.sapo.tau_pos and tau_neg."
         self._reject(
             {
-                "use_decoupled_loss": (False, "is defined for one ratio, to the sampler. Use false."),
+                "use_decoupled_loss": (
+                    False,
+                    "is defined for one ratio, to the sampler. Use false, or actor.importance.",
+                ),
                 "c_clip": (None, gate),
                 "eps_clip_higher": (None, gate),
             }

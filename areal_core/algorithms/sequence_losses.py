@@ -10,7 +10,12 @@ from areal_core.algorithms.segments import expand_rows, segment_sum, sequence_in
 
 
 def sequence_log_ratio(
-    logprobs: torch.Tensor, old_logprobs: torch.Tensor, loss_mask: torch.Tensor, cu_seqlens: torch.Tensor
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    mean: bool = True,
 ) -> torch.Tensor:
     """Mean of ``logprobs - old_logprobs`` over each sequence's trained tokens (GSPO, arXiv:2507.18071, eq. 7).
 
@@ -20,6 +25,7 @@ def sequence_log_ratio(
         logprobs, old_logprobs: ``[T]``; not read where not ``loss_mask``.
         loss_mask: bool ``[T]``.
         cu_seqlens: int ``[B + 1]``.
+        mean: false gives the sum, whose ``exp`` is the ratio of the sequences' probabilities.
 
     Returns:
         ``[B]``, 0 for a sequence that trains no token.
@@ -28,6 +34,8 @@ def sequence_log_ratio(
     # Masked before the subtraction: inf - inf at a token that is not trained would be a NaN in the gradient.
     difference = torch.where(loss_mask, logprobs, 0.0) - torch.where(loss_mask, old_logprobs, 0.0)
     total = segment_sum(difference, index, len(cu_seqlens) - 1)
+    if not mean:
+        return total
     return total / trained_lengths(loss_mask, cu_seqlens).clamp(min=1)
 
 

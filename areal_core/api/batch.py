@@ -27,7 +27,9 @@ class PackedBatch:
             ``logprobs`` (the sampler's, fp32), ``versions`` (int32), and what an algorithm adds: ``prox_logprobs``,
             ``ref_logprobs``, ``values``, ``advantages``, ``returns``.
         rows: per-sequence tensors ``[B, ...]``: ``rewards`` (fp32), ``group_ids`` (int64; equal for the samples of
-            one prompt), ``prompt_lens`` (int32), ...
+            one prompt), ``prompt_lens`` (int32), ``trainer_version`` (int32; of the weights before the step), ...
+            Rewards with names also stand in ``reward_terms`` (fp32 ``[B, K]``): unweighted, the columns in the order of
+            the configuration, NaN where a sequence lacks one.
     """
 
     cu_seqlens: torch.Tensor
@@ -129,13 +131,24 @@ class LossOutput:
             and ranks, so that no split of a batch changes the gradient.
         stats: ``name -> (sum, count)``, scalar tensors. The engine adds both up over micro-batches and ranks and
             reports the quotient.
+        maxima: ``name -> scalar tensor``. The engine reports the greatest over micro-batches and ranks as
+            ``{name}_max``; -inf says that there was nothing to look at, and is not reported.
     """
 
     loss: torch.Tensor
     stats: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=dict)
+    maxima: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
 
 
 def as_stat(values: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """``(sum of values where mask, number of them)`` for ``LossOutput.stats``, detached."""
     weights = mask.to(values.dtype)
     return (values.detach() * weights).sum(), weights.sum()
+
+
+def as_maximum(values: Any, mask: Any) -> torch.Tensor:
+    """The greatest of ``values`` ``[N]`` where ``mask``, for ``LossOutput.maxima``; -inf if there is none. Detached."""
+    import torch
+
+    seen = torch.where(mask, values.detach(), -torch.inf)
+    return torch.cat([seen, seen.new_full((1,), -torch.inf)]).amax()

@@ -121,6 +121,24 @@ class NormConfig:
 
 
 @attrs.define(kw_only=True)
+class ImportanceConfig:
+    """Importance weight of the trainer's policy over the sampler's, within bounds.
+
+    It corrects for samples of older weights and for a sampler whose numbers differ from the trainer's.
+    """
+
+    level: Literal["token", "sequence"] = option("token", "What one ratio belongs to.")
+    mode: Literal["clamp", "mask"] = option(
+        "clamp", "Beyond a bound: take the bound (truncated importance sampling), or drop token or sequence (masked)."
+    )
+    lower: float | None = option(None, "Least weight; null: no bound.", ge=0)
+    upper: float | None = option(2.0, "Largest weight; null: no bound.", gt=0)
+    sequence_ratio: Literal["geometric", "product"] = option(
+        "geometric", "Ratio of a sequence: geometric mean of its tokens' ratios, or their product (level: sequence)."
+    )
+
+
+@attrs.define(kw_only=True)
 class PPOActorConfig(TrainEngineConfig):
     """The policy, and the options of the PPO / GRPO family."""
 
@@ -145,9 +163,21 @@ class PPOActorConfig(TrainEngineConfig):
     ppo_n_minibatches: int = option(1, "Optimizer steps per batch.", ge=1)
     use_decoupled_loss: bool = option(False, "Decoupled PPO: clip around recomputed proximal log-probs (AReaL, eq. 5).")
     behave_imp_weight_cap: float | None = option(
-        None, "Drop tokens whose proximal / behaviour ratio exceeds this (decoupled loss).", gt=0
+        None,
+        "Drop tokens whose proximal / behaviour ratio exceeds this (decoupled loss); the same as "
+        "`importance: {mode: mask, upper: CAP}`.",
+        gt=0,
+    )
+    importance: ImportanceConfig | None = option(
+        None, "Bounds on the proximal / behaviour ratio; turns the decoupled loss on."
+    )
+    prox_logp: Literal["recompute", "rollout", "loglinear"] = option(
+        "recompute",
+        "Proximal log-probs of the decoupled loss: by a forward pass, the sampler's own, or between the sampler's and "
+        "the current ones by version.",
     )
     entropy_coef: float = option(0.0, "Weight of an entropy bonus.", ge=0)
+    report_entropy: bool = option(True, "Report the entropy of the policy, with a little more work per token.")
     reward_scaling: float = option(1.0, "Rewards are (r + bias) * scaling, then clipped.")
     reward_bias: float = option(0.0, "See reward_scaling.")
     reward_clip: float = option(20.0, "Bound on the scaled reward.", gt=0)
@@ -156,6 +186,11 @@ class PPOActorConfig(TrainEngineConfig):
         "Leave sequences whose advantages are all 0 out of the forward pass when they add nothing to the loss. "
         "A step in which all are 0 is skipped: no momentum, no weight decay.",
     )
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether the ratio is taken to the proximal policy, and corrected for the sampler by a weight."""
+        return self.use_decoupled_loss or self.importance is not None
 
 
 @attrs.define(kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput, as_stat
+from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput, as_maximum, as_stat
 from areal_core.api.engine_api import InferenceEngine, TrainEngine
 from areal_core.api.io_struct import FinetuneSpec, WeightUpdateMeta
 from areal_core.logging import getLogger
@@ -155,6 +155,9 @@ class RLTrainer:
 
     def _add_model_outputs(self, batch: PackedBatch | None) -> PackedBatch | None:
         """The log-probs and values that the algorithm needs, of models as they are before this step's update."""
+        if batch is not None:
+            versions = batch["versions"].new_full((batch.num_seqs,), self.version)
+            batch = batch.with_rows(trainer_version=versions)
         wanted: list[tuple[str, TrainEngine, str]] = []
         if self.ref is not None:
             wanted.append(("ref_logprobs", self.ref, "logprobs"))
@@ -191,9 +194,13 @@ class RLTrainer:
 
         In synchronous mode and before the first optimizer step the two are the same model: a gap there is a bug.
         """
-        result = self.algorithm.loss(output, batch)
-        gap = as_stat((output.logprobs - batch["logprobs"]).abs(), batch["loss_mask"])
-        return LossOutput(result.loss, {**result.stats, "logprob_gap": gap})
+        result, mask = self.algorithm.loss(output, batch), batch["loss_mask"]
+        gap = (output.logprobs.detach() - batch["logprobs"]).abs()
+        return attrs.evolve(
+            result,
+            stats={**result.stats, "logprob_gap": as_stat(gap, mask)},
+            maxima={**result.maxima, "logprob_gap": as_maximum(gap, mask)},
+        )
 
     def _update_critic(self, critic: TrainEngine, batch: PackedBatch | None) -> None:
         from areal_core.algorithms.losses import critic_loss
@@ -208,9 +215,10 @@ class RLTrainer:
         critic.lr_scheduler_step()
 
     def _record(self, prefix: str, results: Mapping[str, float]) -> None:
-        """Mean over the mini-batches of a step."""
+        """Mean over the mini-batches of a step; of maxima the greatest."""
         for name, value in results.items():
-            self.stats.mean(f"{prefix}/{name}", value)
+            record = self.stats.maximum if name.endswith("_max") else self.stats.mean
+            record(f"{prefix}/{name}", value)
 
     def _minibatches(self, batch: PackedBatch | None, count: int) -> Sequence[PackedBatch | None]:
         """``count`` parts of rank 0's batch with the samples of a prompt together; Nones on the other ranks."""

@@ -412,6 +412,7 @@ def test_loss_when_advantages_are_zero_expected_no_gradient(load: Load, batch_of
             "actor.kl_in_reward",
             "one advantage",
         ),
+        ("gspo", ["actor.importance={}"], "actor.importance.level", "one ratio for a sequence. Use sequence"),
         ("gspo", ["actor.discount=0.9"], "actor.discount", "is 0.9, but gspo has one advantage"),
         ("cispo", ["actor.use_decoupled_loss=true"], "actor.use_decoupled_loss", "importance weight"),
         ("cispo", ["actor.c_clip=3"], "actor.c_clip", r"algorithm\.cispo\.max_weight"),

@@ -19,7 +19,7 @@ from areal_core.algorithms.ppo import PPO
 from areal_core.algorithms.sft import sft_loss, sft_loss_weight
 from areal_core.api.algorithm_api import Algorithm
 from areal_core.api.batch import PackedBatch, TokenOutput
-from areal_core.api.configs import NormConfig, PPOActorConfig
+from areal_core.api.configs import ImportanceConfig, NormConfig, PPOActorConfig
 from areal_core.data.packing import concat
 from areal_core.errors import ConfigError
 
@@ -379,12 +379,16 @@ def test_loss_when_entropy_is_missing_expected_error(batch_of: BatchOf) -> None:
 
 
 def test_needs_expected_from_the_configuration() -> None:
-    plain = grpo()
+    plain = grpo(report_entropy=False)
     assert not (plain.needs_entropy or plain.needs_ref_logprobs or plain.needs_prox_logprobs or plain.needs_values)
     assert plain.zero_advantage_is_zero_gradient
-    assert grpo(entropy_coef=0.1).needs_entropy
+    assert grpo().needs_entropy and ppo().needs_entropy
+    assert grpo(entropy_coef=0.1, report_entropy=False).needs_entropy
     assert grpo(kl_ctl=0.1).needs_ref_logprobs
     assert grpo(use_decoupled_loss=True).needs_prox_logprobs
+    assert grpo(importance=ImportanceConfig()).needs_prox_logprobs
+    assert not grpo(use_decoupled_loss=True, prox_logp="loglinear").needs_prox_logprobs
+    assert not grpo(use_decoupled_loss=True, prox_logp="rollout").needs_prox_logprobs
     assert not grpo(kl_ctl=0.1).zero_advantage_is_zero_gradient
     assert grpo(kl_ctl=0.1, kl_in_reward=True).zero_advantage_is_zero_gradient
     assert ppo().needs_values
@@ -416,6 +420,26 @@ GOOD: dict[str, Any] = {"group_size": 4, "has_ref": False, "has_critic": False}
         (grpo(kl_ctl=0.1, kl_estimator="k1"), {"has_ref": True}, "actor.kl_estimator", "Use k2 or k3"),
         (grpo(loss_agg="seq_sum_const"), {}, "actor.loss_agg_const", r"gconfig\.max_new_tokens"),
         (grpo(behave_imp_weight_cap=2.0), {}, "actor.behave_imp_weight_cap", "use_decoupled_loss"),
+        (
+            grpo(use_decoupled_loss=True, behave_imp_weight_cap=2.0, importance=ImportanceConfig()),
+            {},
+            "actor.behave_imp_weight_cap",
+            r"mode: mask, upper: 2}",
+        ),
+        (grpo(prox_logp="loglinear"), {}, "actor.prox_logp", "use_decoupled_loss: true"),
+        (grpo(prox_logp="rollout", importance=ImportanceConfig()), {}, "actor.prox_logp", "always 1"),
+        (
+            grpo(importance=ImportanceConfig(lower=2.0, upper=2.0)),
+            {},
+            "actor.importance.lower",
+            r"not below actor\.importance\.upper",
+        ),
+        (
+            grpo(importance=ImportanceConfig(sequence_ratio="product")),
+            {},
+            "actor.importance.sequence_ratio",
+            "Set the level to sequence",
+        ),
         (ppo(), {}, "critic", "value model"),
         (ppo(kl_ctl=0.1), {"has_critic": True}, "ref", "reference model"),
     ],

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from areal_core.algorithms.losses import behaviour_weight, critic_loss, ppo_clip_loss, value_clip_loss
+from areal_core.algorithms.losses import critic_loss, ppo_clip_loss, value_clip_loss
 from areal_core.api.batch import PackedBatch, TokenOutput
 
 
@@ -82,20 +82,6 @@ def test_ppo_clip_when_policies_are_far_apart_expected_finite(advantage: float, 
 
     assert math.isfinite(float(result.loss.detach()))
     assert new.grad is not None and math.isfinite(float(new.grad))
-
-
-def test_behaviour_weight_when_capped_expected_dropped_above() -> None:
-    prox = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
-    behave = torch.tensor([-1.0, -1.0 - math.log(3), -1.0 + math.log(2)], dtype=torch.float64)
-
-    weight, dropped = behaviour_weight(prox, behave, cap=2.0)
-
-    torch.testing.assert_close(weight, torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64), rtol=1e-12, atol=0)
-    assert dropped.tolist() == [False, True, False]
-    assert not weight.requires_grad
-    free, none_dropped = behaviour_weight(prox, behave)
-    torch.testing.assert_close(free, torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64), rtol=1e-12, atol=0)
-    assert not bool(none_dropped.any())
 
 
 def test_value_clip_when_random_expected_formula_and_gradient() -> None:

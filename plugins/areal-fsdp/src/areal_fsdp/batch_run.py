@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
 from areal_core.api.engine_api import LossFn, LossWeightFn
@@ -60,6 +62,7 @@ class BatchRun:
         self.model_tokens = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.stats: dict[str, list[torch.Tensor]] = {}
+        self.maxima: dict[str, torch.Tensor] = {}
         self.micro_batches: list[tuple[PackedBatch, ModelInput]] = []
         weight = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, micro_batch in split(engine, batch.to("cpu")):
@@ -104,23 +107,33 @@ class BatchRun:
             sums = self.stats.setdefault(name, [torch.zeros_like(self.loss_sum), torch.zeros_like(self.loss_sum)])
             sums[0] += total.detach()
             sums[1] += count.detach()
+        for name, value in loss_output.maxima.items():
+            value = value.detach().to(self.loss_sum)
+            self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
         loss = loss_output.loss * self.scale
         # With nothing predicted here the loss hangs on no parameter, but the backward's collectives must still run.
         return loss + values.sum() if len(inputs.rows) == 0 else loss
 
     def results(self, norm: torch.Tensor) -> tuple[dict[str, float], tuple[float, float]]:
         """Loss and stats over all ranks, then (grad norm, total weight): one transfer to the host."""
-        names = sorted({name for part in comm.gather_json(list(self.stats), self.group, self.device) for name in part})
+        # A rank without a micro-batch has no names of its own.
+        held = comm.gather_json([list(self.stats), list(self.maxima)], self.group, self.device)
+        names, max_names = (sorted({name for part in held for name in part[kind]}) for kind in (0, 1))
         zero = torch.zeros_like(self.loss_sum)
         sums = [self.stats.get(name, [zero, zero]) for name in names]
         flat = torch.stack([self.loss_sum, *(value for pair in sums for value in pair)])
         comm.all_reduce(flat, self.group)
-        host = torch.cat([flat, torch.stack([norm.detach().to(flat), self.total_weight])]).tolist()
+        greatest = torch.stack([zero, *(self.maxima.get(name, zero - torch.inf) for name in max_names)])
+        if max_names:
+            comm.all_reduce(greatest, self.group, dist.ReduceOp.MAX)
+        host = torch.cat([flat, torch.stack([norm.detach().to(flat), self.total_weight]), greatest[1:]]).tolist()
+        host, host_maxima = host[: len(flat) + 2], host[len(flat) + 2 :]
         grad_norm, total_weight = host[-2], host[-1]
         result = {"loss": host[0] / total_weight if total_weight > 0 else 0.0}
         for index, name in enumerate(names):
             total, count = host[1 + 2 * index], host[2 + 2 * index]
             result[name] = total / count if count != 0 else 0.0
+        result.update({f"{n}_max": value for n, value in zip(max_names, host_maxima, strict=True) if value > -math.inf})
         return result, (grad_norm, total_weight)
 
 

@@ -154,12 +154,14 @@ class Trajectory:
         logprobs: float32 ``[L]``; the sampler's log-prob where ``loss_mask``, else 0.
         versions: int32 ``[L]``; the weight version that sampled the token, -1 where not ``loss_mask``.
         reward: the scalar that is optimised.
-        rewards: the named rewards it was made of, if several.
+        rewards: the named rewards it was made of, unweighted; filled from a ``Score`` given as ``reward``.
         token_rewards: float32 ``[L]`` or None: rewards at single tokens, beside ``reward`` (which sits at the last
             trained token).
         group_id: trajectories of one prompt share it. Set by the controller.
         stop_reason: of the last completion.
         n_turns: number of completions in it.
+        latency: seconds the engine took for its completions together; None: not known.
+        ttft: seconds from its first request to that request's first token; None: not known.
         metadata: free, JSON-compatible; written to ``trajectories/``.
     """
 
@@ -175,6 +177,8 @@ class Trajectory:
     group_id: str = ""
     stop_reason: StopReason = "stop"
     n_turns: int = 1
+    latency: float | None = None
+    ttft: float | None = None
     metadata: dict[str, Any] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -183,6 +187,11 @@ class Trajectory:
             value = getattr(self, name)
             if value is not None and value.shape != (length,):
                 raise ValueError(f"Trajectory.{name} has shape {value.shape}, but input_ids has length {length}")
+        # By its attribute and not its class: this module stays free of the machinery of rewards.
+        terms = getattr(self.reward, "terms", None)
+        if terms is not None:
+            self.rewards = self.rewards or dict(terms)
+            self.reward = float(self.reward)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -234,6 +243,8 @@ class Trajectory:
             reward=reward,
             stop_reason=responses[-1].stop_reason if responses else "abort",
             n_turns=len(responses),
+            latency=sum(response.latency for response in responses) or None,
+            ttft=(responses[0].ttft or None) if responses else None,
             **fields,
         )
 

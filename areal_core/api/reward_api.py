@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, Literal
 
 from areal_core.api import reward_worker as worker
@@ -31,6 +32,24 @@ _CODES: Mapping[int, RewardErrorKind] = {
     worker.TYPE: "type",
 }
 _POSITIONAL = frozenset(("prompt", "completions", "prompt_ids", "completion_ids"))
+
+
+class Score(float):
+    """A reward that is made of several named ones. A plain float for who only reads the number.
+
+    ``Trajectory(reward=score)`` keeps the parts; arithmetic gives a plain float without them.
+
+    Attributes:
+        terms: each reward's own value by its label, unweighted, in the order of the configuration.
+    """
+
+    __slots__ = ("terms",)
+    terms: dict[str, float]
+
+    def __new__(cls, value: float, terms: Mapping[str, float] = MappingProxyType({})) -> Score:
+        score = super().__new__(cls, value)
+        score.terms = dict(terms)
+        return score
 
 
 class RewardError(ArealError):
@@ -66,12 +85,19 @@ class AsyncRewardWrapper:
         timeout: seconds for one call, waiting for a free process not included.
         max_workers: processes (or threads).
         name: for messages.
+        key: the section of the configuration, for messages.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, timeout: float = 15.0, max_workers: int = 1, name: str = "reward"
+        self,
+        fn: Callable[..., Any],
+        *,
+        timeout: float = 15.0,
+        max_workers: int = 1,
+        name: str = "reward",
+        key: str = "reward",
     ) -> None:
-        self.fn, self.timeout, self.max_workers, self.name = fn, timeout, max_workers, name
+        self.fn, self.timeout, self.max_workers, self.name, self.key = fn, timeout, max_workers, name, key
         self._errors: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._calls = 0
@@ -99,13 +125,13 @@ class AsyncRewardWrapper:
             return self._inner.stats
         return {kind: self._errors[kind] for kind in KINDS}
 
-    def export_stats(self) -> dict[str, float]:
+    def export_stats(self, prefix: str = "reward") -> dict[str, float]:
         """Since the last call of it: calls, mean seconds waited for one, failed calls by kind (those that occurred)."""
         if self._inner is not None:
-            return self._inner.export_stats()
-        stats = {"reward/calls": float(self._calls), "reward/seconds": self._seconds / max(1, self._calls)}
+            return self._inner.export_stats(prefix)
+        stats = {f"{prefix}/calls": float(self._calls), f"{prefix}/seconds": self._seconds / max(1, self._calls)}
         new_errors = self._errors - self._reported
-        stats.update({f"reward/errors/{kind}": float(count) for kind, count in sorted(new_errors.items())})
+        stats.update({f"{prefix}/errors/{kind}": float(count) for kind, count in sorted(new_errors.items())})
         self._calls, self._seconds, self._reported = 0, 0.0, self._errors.copy()
         return stats
 
@@ -132,7 +158,7 @@ class AsyncRewardWrapper:
                 return await self._await(args, data)
             code, value, message = await self._submit(args, data)
         except TimeoutError as error:
-            raise self._error("timeout", f"took more than {self.timeout:g} s (reward.timeout)") from error
+            raise self._error("timeout", f"took more than {self.timeout:g} s ({self.key}.timeout)") from error
         finally:
             self._seconds += time.perf_counter() - start
         if code == worker.OK:

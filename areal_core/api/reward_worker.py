@@ -29,7 +29,7 @@ REQUEST = struct.Struct("<QI")
 ANSWER = struct.Struct("<QBdI")
 OK, RAISED, EXITED, NONE, NAN, INF, TYPE, READY, BROKEN = range(9)
 #: Training holds rewards in 32 bits; what is beyond them would arrive there as infinity.
-_LARGEST = 3.4028234663852886e38
+LARGEST = 3.4028234663852886e38
 
 
 def classify(value: Any) -> tuple[int, float, str]:
@@ -47,7 +47,7 @@ def classify(value: Any) -> tuple[int, float, str]:
             value = float(value)
         except OverflowError:
             return INF, 0.0, "returned an integer too large for a float"
-    if -_LARGEST <= value <= _LARGEST:
+    if -LARGEST <= value <= LARGEST:
         return OK, value, ""
     if math.isfinite(value):
         return INF, 0.0, f"returned {value}, too large for a 32-bit float"

@@ -90,7 +90,7 @@ def _score(
     from areal_core.api.reward_api import RewardError
     from areal_core.cli.sections import plugin_section
     from areal_core.plugins import get_plugin_manager
-    from areal_core.rollout.build import build_reward
+    from areal_core.rollout.rewards import build_reward
 
     manager = get_plugin_manager()
     config = plugin_section(RewardConfig, {"name": name, "timeout": timeout}, name, options, manager)

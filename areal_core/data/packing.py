@@ -21,8 +21,10 @@ def pack_trajectories(trajectories: Sequence[Trajectory]) -> PackedBatch:
     Returns:
         A batch with the tokens ``input_ids`` (int64), ``loss_mask`` (bool), ``logprobs`` (fp32), ``versions`` (int32)
         and, if any trajectory has them, ``token_rewards`` (fp32, 0 for the others); and the rows ``rewards`` (fp32),
-        ``group_ids`` (int64, numbered by first appearance; a trajectory without a group is a group of its own) and
-        ``prompt_lens`` (int32). An empty list gives an empty batch with the same keys and types.
+        ``group_ids`` (int64, numbered by first appearance; a trajectory without a group is a group of its own),
+        ``prompt_lens`` (int32) and, if any trajectory has named rewards, ``reward_terms`` (fp32 ``[B, K]``, unweighted,
+        see :func:`reward_labels`; NaN where a trajectory lacks one). An empty list gives an empty batch with the same
+        keys and types.
     """
     tokens: dict[str, torch.Tensor] = {
         "input_ids": _joined([t.input_ids for t in trajectories], np.int64),
@@ -40,7 +42,20 @@ def pack_trajectories(trajectories: Sequence[Trajectory]) -> PackedBatch:
         "group_ids": _tensor(_group_numbers([t.group_id for t in trajectories])),
         "prompt_lens": _tensor(np.array([t.prompt_len for t in trajectories], np.int32)),
     }
+    labels = reward_labels(trajectories)
+    if labels:
+        terms = [[t.rewards.get(label, np.nan) for label in labels] for t in trajectories]
+        rows["reward_terms"] = _tensor(np.array(terms, np.float32))
     return PackedBatch(_cu_seqlens(len(t) for t in trajectories), tokens, rows)
+
+
+def reward_labels(trajectories: Sequence[Trajectory]) -> list[str]:
+    """The names of the columns of ``reward_terms``.
+
+    Of the first trajectory that has named rewards, in its order (which is that of the configuration); then those that
+    only later ones have.
+    """
+    return list(dict.fromkeys(label for t in trajectories for label in t.rewards))
 
 
 def pack_examples(examples: Sequence[Mapping[str, Any]]) -> PackedBatch:

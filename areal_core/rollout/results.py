@@ -13,7 +13,10 @@ from areal_core.api.io_struct import Trajectory
 from areal_core.errors import ArealError
 
 _TOKEN_FIELDS = ("input_ids", "loss_mask", "logprobs", "versions")
-_OPTIONAL = ("reward", "rewards", "token_rewards", "attention_mask", "stop_reason", "n_turns", "metadata")
+_COPIED = ("stop_reason", "n_turns", "latency", "ttft", "metadata")
+#: The controller sets the group, whatever a workflow gives.
+_IGNORED = ("group_id",)
+_OPTIONAL = ("reward", "rewards", "token_rewards", "attention_mask", *_COPIED)
 
 
 class WorkflowResultError(ArealError):
@@ -61,6 +64,14 @@ def _check(trajectory: Trajectory, where: str) -> None:
         raise WorkflowResultError(f"{where}: reward is a {type(reward).__name__}; it must be a number")
     if not math.isfinite(reward):
         raise WorkflowResultError(f"{where}: reward is {reward}; it must be finite")
+    if type(reward) is not float:
+        # A Score that was assigned later, and numpy's and Python's other numbers.
+        trajectory.rewards = trajectory.rewards or dict(getattr(reward, "terms", {}))
+        trajectory.reward = float(reward)
+    for name, value in trajectory.rewards.items():
+        number = value if type(value) is float else _number(value, f"rewards[{name!r}]", where)
+        if not math.isfinite(number):
+            raise WorkflowResultError(f"{where}: rewards[{name!r}] is {value}; it must be finite")
     if not np.count_nonzero(trajectory.loss_mask):
         raise WorkflowResultError(
             f"{where}: loss_mask marks no token of {len(trajectory)}; nothing could be trained. "
@@ -82,7 +93,8 @@ def _from_dict(item: Mapping[str, Any], where: str) -> Trajectory:
             f"{where}: the dict lacks {', '.join(missing)}; it has {', '.join(map(str, item)) or 'nothing'}. "
             "All token fields have one entry for each token of the sequence, prompt included."
         )
-    unknown = [str(name) for name in item if name not in _TOKEN_FIELDS and name not in _OPTIONAL]
+    known = {*_TOKEN_FIELDS, *_OPTIONAL, *_IGNORED}
+    unknown = [str(name) for name in item if name not in known]
     if unknown:
         raise WorkflowResultError(
             f"{where}: unknown field {', '.join(unknown)}. Known: {', '.join((*_TOKEN_FIELDS, *_OPTIONAL))}."
@@ -100,11 +112,13 @@ def _from_dict(item: Mapping[str, Any], where: str) -> Trajectory:
     named: dict[str, float] = {}
     if isinstance(rewards, Mapping):
         named = {str(name): _number(value, f"rewards[{name!r}]", where) for name, value in rewards.items()}
+    elif rewards is None:
+        named = dict(getattr(item.get("reward"), "terms", {}))
     if "reward" in item:
         reward = _number(item["reward"], "reward", where)
     else:
         reward = sum(named.values()) if isinstance(rewards, Mapping) else _number(rewards, "rewards", where)
-    other: dict[str, Any] = {name: item[name] for name in ("stop_reason", "n_turns", "metadata") if name in item}
+    other: dict[str, Any] = {name: item[name] for name in _COPIED if name in item}
     return Trajectory(**arrays, reward=reward, rewards=named, **other)
 
 

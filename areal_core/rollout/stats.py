@@ -32,7 +32,8 @@ def outcome_stats(episodes: Iterable[Episode], prefix: str) -> dict[str, float]:
 def trajectory_stats(trajectories: Sequence[Trajectory], version: int, prefix: str) -> dict[str, float]:
     """Rewards, lengths in tokens, share of truncated completions, turns, and age in versions.
 
-    Every trajectory has a trained token; the controller accepts no other.
+    Named rewards are unweighted, and over the trajectories that have them. Every trajectory has a trained token; the
+    controller accepts no other.
     """
     if not trajectories:
         return {}
@@ -64,7 +65,8 @@ def trajectory_stats(trajectories: Sequence[Trajectory], version: int, prefix: s
         "version_lag_max": lag.max(),
     }
     for name in sorted({name for t in trajectories for name in t.rewards}):
-        stats[f"reward/{name}"] = float(np.mean([t.rewards[name] for t in trajectories if name in t.rewards]))
+        values = np.array([t.rewards[name] for t in trajectories if name in t.rewards], dtype=np.float64)
+        stats[f"reward/{name}"], stats[f"reward_std/{name}"] = values.mean(), values.std()
     return {f"{prefix}/{name}": float(value) for name, value in stats.items()}
 
 

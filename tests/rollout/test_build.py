@@ -51,7 +51,7 @@ def score(workflow, completion):
         try:
             return await workflow.reward_fn("p", completion, [], [])
         finally:
-            workflow.reward_fn.reward.destroy()
+            workflow.reward_fn.destroy()
 
     return asyncio.run(play())
 
@@ -60,7 +60,8 @@ def test_build_when_named_gives_the_workflow_and_its_reward():
     workflow, reward = build(config(timeout=7.0, max_workers=3))
 
     assert isinstance(workflow, RLVRWorkflow)
-    assert (reward.timeout, reward.max_workers, reward.name) == (7.0, 3, "mine")
+    assert workflow.reward_fn is reward
+    assert (reward.reward.timeout, reward.reward.max_workers, reward.reward.name) == (7.0, 3, "mine")
     assert workflow.gconfig.max_new_tokens == 8
 
 
@@ -75,7 +76,7 @@ def test_build_when_workflow_has_options_passes_them():
 def test_build_when_reward_has_options_binds_them():
     workflow, reward = build(config(reward_options={"mine": Scale()}), rewards.scaled_reward_fn)
 
-    assert reward.runs_in == "process"
+    assert reward.reward.runs_in == "process"
     assert score(workflow, "xx") == 6.0
 
 
@@ -115,7 +116,7 @@ def test_reward_when_it_fails_follows_on_error(on_error):
     else:
         with pytest.raises(BadInputError, match=r"returned NaN.*reward\.on_error"):
             score(workflow, "nan")
-    assert reward.stats["nan"] == 1
+    assert reward.reward.stats["nan"] == 1
 
 
 def test_build_when_given_a_reward_shares_it():
@@ -124,7 +125,7 @@ def test_build_when_given_a_reward_shares_it():
     manager = Manager(rlvr=RLVRWorkflow)
     workflow, same = build_workflow(config(), tiny_tokenizer(), manager, GCONFIG, reward=reward)
 
-    assert same is reward and workflow.reward_fn.reward is reward
+    assert same is reward and workflow.reward_fn is reward
 
 
 def test_build_when_using_the_plugin_manager_finds_the_built_in_workflows():

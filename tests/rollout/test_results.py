@@ -36,11 +36,24 @@ def as_tensors(batch):
         {**as_tensors(batch=True), "rewards": torch.tensor([1.0])},
         {**as_tensors(batch=True), "rewards": torch.tensor([[1.0]]), "attention_mask": torch.ones(1, 3)},
         {**TOKENS, "rewards": {"a": 0.75, "b": 0.25}},
+        {**TOKENS, "reward": 1.0, "group_id": 7},
         trajectory(),
         [trajectory()],
         [{**TOKENS, "reward": 1.0}],
     ],
-    ids=["lists", "rewards", "numpy", "tensors", "batch", "attention", "named", "trajectory", "list", "list of dicts"],
+    ids=[
+        "lists",
+        "rewards",
+        "numpy",
+        "tensors",
+        "batch",
+        "attention",
+        "named",
+        "group",
+        "trajectory",
+        "list",
+        "list of dicts",
+    ],
 )
 def test_results_when_well_formed_give_one_trajectory(result):
     (made,) = as_trajectories(result, "w")
@@ -50,6 +63,7 @@ def test_results_when_well_formed_give_one_trajectory(result):
     np.testing.assert_array_equal(made.logprobs, np.array(TOKENS["logprobs"], dtype=np.float32))
     assert made.versions.tolist() == TOKENS["versions"]
     assert made.reward == 1.0
+    assert made.group_id == ""
 
 
 def test_results_when_attention_mask_marks_padding_leave_it_out():

@@ -47,6 +47,8 @@ def test_trajectory_stats_when_given_trajectories_match_their_definition():
         "rollout/version_lag_max": 3.0,
         "rollout/reward/format": 0.5,
         "rollout/reward/answer": 3.0,
+        "rollout/reward_std/format": 0.5,
+        "rollout/reward_std/answer": 0.0,
     }
 
 

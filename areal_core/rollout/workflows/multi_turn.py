@@ -38,7 +38,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
     puts between an answer and the next one. Those are found by rendering the chat with a placeholder for each answer;
     an end-of-turn token that was sampled is not added again, and one that a truncated answer lacks is added as prompt.
 
-    The loss is on sampled tokens only. The reward is that of the last answer, times ``turn_discount ** (turns - 1)``.
+    The loss is on sampled tokens only. The reward is that of the last answer, times ``turn_discount ** (turns - 1)``;
+    named rewards are kept as they are.
 
     Args:
         gconfig, tokenizer, reward_fn: as for ``rlvr``; the reward is asked after each answer.
@@ -98,6 +99,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         return Trajectory.from_turns(
             responses,
             rewards[-1] * self.turn_discount ** (len(responses) - 1),
+            rewards=dict(getattr(rewards[-1], "terms", {})),
             metadata={
                 "prompt": decode(first, skip_special_tokens=False),
                 "completion": decode(whole[len(first) :], skip_special_tokens=False),

@@ -1,0 +1,138 @@
+"""From the configuration to the reward that a workflow calls: one function, or the weighted sum of several."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from areal_core.api.configs import RewardConfig, RLConfig
+from areal_core.api.reward_api import AsyncRewardWrapper, RewardError, Score
+from areal_core.api.reward_worker import LARGEST
+from areal_core.config.plain import plugin_keywords
+from areal_core.errors import BadInputError
+
+
+class PluginLoader(Protocol):
+    """What is needed of the plugin manager."""
+
+    def load(self, registry: str, name: str, key: str | None = None) -> Any: ...
+
+
+class ScoredReward:
+    """One reward, with its weight and a policy for its errors.
+
+    ``reject`` lets ``RewardError`` through, and the controller rejects the episode with the reason ``reward_KIND``;
+    ``zero`` scores 0; ``raise`` stops the run.
+    """
+
+    def __init__(self, reward: AsyncRewardWrapper, config: RewardConfig) -> None:
+        self.reward, self.on_error, self.weight = reward, config.on_error, config.weight
+
+    async def __call__(
+        self, prompt: Any, completions: Any, prompt_ids: Any = None, completion_ids: Any = None, **data: Any
+    ) -> float:
+        return _checked(self.weight * await self.value(prompt, completions, prompt_ids, completion_ids, **data))
+
+    async def value(
+        self, prompt: Any, completions: Any, prompt_ids: Any = None, completion_ids: Any = None, **data: Any
+    ) -> float:
+        """What the function gives, without its weight."""
+        try:
+            return await self.reward(prompt, completions, prompt_ids, completion_ids, **data)
+        except RewardError as error:
+            if self.on_error == "reject":
+                raise
+            if self.on_error == "zero":
+                return 0.0
+            raise BadInputError(
+                f"{error}. A reward returns a finite number; {self.reward.key}.on_error: reject or zero would go on "
+                "without it."
+            ) from error
+
+    def export_stats(self) -> dict[str, float]:
+        """``reward/calls``, ``reward/seconds`` and ``reward/errors/KIND`` since the last call of it."""
+        return self.reward.export_stats()
+
+    def destroy(self) -> None:
+        """End its processes. May be called twice."""
+        self.reward.destroy()
+
+
+class CombinedReward:
+    """The weighted sum of named rewards, as a ``Score``.
+
+    Those of one completion are computed at the same time. When several fail, the error is that of the first by the
+    order of the configuration, but for one that stops the run; each is counted.
+    """
+
+    def __init__(self, rewards: Mapping[str, ScoredReward]) -> None:
+        self.rewards = dict(rewards)
+
+    async def __call__(
+        self, prompt: Any, completions: Any, prompt_ids: Any = None, completion_ids: Any = None, **data: Any
+    ) -> Score:
+        # To the end in any case: what one of them finds wrong must not depend on which is faster.
+        values = await asyncio.gather(
+            *(
+                reward.value(prompt, completions, prompt_ids, completion_ids, **data)
+                for reward in self.rewards.values()
+            ),
+            return_exceptions=True,
+        )
+        failures = [value for value in values if isinstance(value, BaseException)]
+        if failures:
+            raise next((error for error in failures if not isinstance(error, RewardError)), failures[0])
+        terms = {label: value for label, value in zip(self.rewards, values, strict=True) if isinstance(value, float)}
+        return Score(_checked(sum(self.rewards[label].weight * value for label, value in terms.items())), terms)
+
+    def export_stats(self) -> dict[str, float]:
+        """As :meth:`ScoredReward.export_stats`, for each label: ``reward/LABEL/calls`` and so on."""
+        stats: dict[str, float] = {}
+        for label, reward in self.rewards.items():
+            stats.update(reward.reward.export_stats(f"reward/{label}"))
+        return stats
+
+    def destroy(self) -> None:
+        """End the processes of all. May be called twice."""
+        for reward in self.rewards.values():
+            reward.destroy()
+
+
+def _checked(total: float) -> float:
+    if abs(total) <= LARGEST:
+        return total
+    raise RewardError("inf", f"the weighted reward {total:g} is too large for a 32-bit float")
+
+
+def build_reward(config: RewardConfig, manager: PluginLoader, *, key: str = "reward") -> AsyncRewardWrapper:
+    """The function that a section names, with its options bound.
+
+    Args:
+        key: the section's key. A reward of ``rewards`` is called by its label in messages.
+    """
+    fn = manager.load("areal_rewards", config.name, key=f"{key}.name")
+    if not callable(fn):
+        raise BadInputError(f"{key}.name: {config.name!r} is a {type(fn).__name__}, not a function.")
+    options = plugin_keywords(config)
+    if options:
+        fn = functools.partial(fn, **options)
+    label = key.partition(".")[2]
+    return AsyncRewardWrapper(
+        fn, timeout=config.timeout, max_workers=config.max_workers, name=label or config.name, key=key
+    )
+
+
+def build_rewards(config: RLConfig, manager: PluginLoader) -> ScoredReward | CombinedReward:
+    """What scores a completion as ``config`` says; ``destroy`` it at the end.
+
+    Raises:
+        ConfigError: unless either ``reward`` or ``rewards`` is given.
+        PluginError: if a name cannot be used.
+    """
+    sections = config.reward_sections
+    made = {key: ScoredReward(build_reward(section, manager, key=key), section) for key, section in sections.items()}
+    if "reward" in made:
+        return made["reward"]
+    return CombinedReward({key.partition(".")[2]: reward for key, reward in made.items()})

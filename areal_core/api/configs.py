@@ -255,6 +255,11 @@ class WorkflowConfig:
     plugin_options: dict[str, Any] = _plugin_options()
 
 
+def _is_finite(instance: Any, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"must be a finite number, got {value!r}")
+
+
 @attrs.define(kw_only=True)
 class RewardConfig:
     """How a completion is scored."""
@@ -317,11 +322,6 @@ class RunConfig:
     @property
     def path(self) -> Path:
         return self.root / self.name
-
-
-def _is_finite(instance: Any, attribute: attrs.Attribute[Any], value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"must be a finite number, got {value!r}")
 
 
 @attrs.define(kw_only=True)

@@ -36,11 +36,24 @@ class OptimizerConfig:
     beta1: float = option(0.9, "Decay of the first moment.", ge=0, lt=1)
     beta2: float = option(0.95, "Decay of the second moment.", ge=0, lt=1)
     eps: float = option(1e-8, "Added to the denominator.", gt=0)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = option("constant", "Shape after the warm-up.")
+    momentum: float | None = option(None, "Of sgd (null: 0) and muon (null: 0.95).", ge=0, lt=1)
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = option(
+        "constant", "Shape after the warm-up; wsd is warm-up, stable, decay."
+    )
     warmup_steps: int = option(0, "Steps of linear warm-up; step 1 runs at lr / warmup_steps.", ge=0)
     warmup_steps_proportion: float = option(0.0, "Warm-up as a share of all steps, if warmup_steps is 0.", ge=0, le=1)
+    decay_steps_proportion: float = option(0.1, "wsd: the last share of all steps, in which lr falls.", ge=0, le=1)
     min_lr_ratio: float = option(0.0, "Floor of the schedule as a share of lr.", ge=0, le=1)
     gradient_clipping: float = option(1.0, "Largest gradient norm; 0 does not clip.", ge=0)
+    max_skipped: int | None = option(
+        10, "Steps in a row skipped for a gradient that is not finite that stop the run; null: none do.", ge=1
+    )
+    state_dtype: Literal["float32", "bfloat16"] | None = option(
+        None, "Type of adamw's two moments; null: that of the parameters."
+    )
+    rounding: Literal["none", "kahan", "stochastic"] = option(
+        "none", "How adamw stores bfloat16: to nearest, with a compensation of what was lost, or up or down by chance."
+    )
 
 
 @attrs.define(kw_only=True)
@@ -86,7 +99,9 @@ class TrainEngineConfig:
     optimizer: OptimizerConfig | None = option(None, "Leave out for a model that is not trained.")
     mb_spec: MicroBatchConfig = option(factory=MicroBatchConfig, help="Micro-batches.")
     lora: LoRAConfig | None = option(None, "Train low-rank adapters instead of all weights.")
-    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
+    gradient_checkpointing: Literal["none", "full", "selective"] | bool = option(
+        "none", "Recompute activations in the backward pass: of every layer (full, or true), or as the engine selects."
+    )
     weight_update: WeightUpdateConfig = option(factory=WeightUpdateConfig, help="Way to the inference engine.")
     param_dtype: DType = option("float32", "Type of the stored parameters.")
     attn_impl: str = option("auto", "auto: varlen attention of the engine; else a transformers implementation name.")
@@ -97,6 +112,14 @@ class TrainEngineConfig:
     @property
     def parsed_backend(self) -> Backend:
         return parse_backend(self.backend)
+
+    @property
+    def recomputation(self) -> Literal["none", "full", "selective"]:
+        """``gradient_checkpointing`` with true and false written out."""
+        value = self.gradient_checkpointing
+        if isinstance(value, bool):
+            return "full" if value else "none"
+        return value
 
     @property
     def options(self) -> Any:

@@ -11,6 +11,7 @@ import torch
 from trainer_harness import areal, read_metrics, start_areal, torchrun, untimed, wait_until, weights, write_yaml
 
 from areal_core.api.load import load_run_config
+from areal_core.errors import ArealError
 from areal_core.trainer.run import train
 from areal_fsdp.engine import FSDPEngine
 
@@ -120,3 +121,25 @@ def test_train_when_interrupted_within_an_evaluation_reports_no_part_of_it(
     assert done.status == "interrupted"
     (line,) = read_metrics(done.path)
     assert line["step"] == 1 and "eval/loss" not in line
+
+
+def test_train_when_every_gradient_is_not_finite_stops_with_the_key(sft_plain: dict[str, Any], tmp_path: Path) -> None:
+    # Arrange: the first step blows the weights up, so that every later loss is infinite or NaN.
+    sft_plain["total_train_steps"] = 12
+    sft_plain["actor"]["optimizer"] = {
+        "type": "sgd",
+        "lr": 1e30,
+        "gradient_clipping": 0.0,
+        "weight_decay": 0.0,
+        "max_skipped": 3,
+    }
+    sft_plain["evaluation"] = {"at_end": False}
+    path = write_yaml(tmp_path / "run.yaml", sft_plain)
+
+    # Act
+    with pytest.raises(ArealError, match=r"optimizer\.max_skipped.*3 steps in a row"):
+        train(load_run_config(path, []))
+
+    # Assert: the steps before it were logged as skipped.
+    skipped = [line["train/update_skipped"] for line in read_metrics(tmp_path / "runs" / "sft")]
+    assert skipped == [0.0, 1.0, 1.0]

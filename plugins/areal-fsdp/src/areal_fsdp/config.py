@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import attrs
 
 from areal_core.config.fields import option
@@ -23,6 +25,12 @@ class FSDPConfig:
         "HSDP: copies of the sharded parameters; it divides d, and each copy is sharded over d / replicate x c ranks.",
         ge=1,
     )
+    recompute: Literal["layers", "ops"] = option(
+        "layers",
+        "What `gradient_checkpointing: selective` recomputes: every n-th layer, or of all layers everything but "
+        "products of matrices and attention.",
+    )
+    recompute_every: int = option(2, "That n: the first of every n layers is recomputed.", ge=1)
     reshard_after_forward: bool = option(True, "Free gathered parameters of a layer between forward and backward.")
     cpu_offload: bool = option(False, "Keep sharded parameters, gradients and optimizer state in host memory.")
     max_shard_size: str = option("5GB", "Largest safetensors file of an export.")

@@ -28,6 +28,7 @@ from areal_fsdp.grad_norm import clip_gradients, grad_norm
 from areal_fsdp.mesh import Mesh, build_mesh, check_strategy
 from areal_fsdp.optim import Schedule, SkipGuard, build_optimizer
 from areal_fsdp.parallel import broadcast_weights, shard_model
+from areal_fsdp.recompute import enable_recomputation
 from areal_fsdp.scorer import Scorer
 
 logger = getLogger("FSDPEngine")
@@ -101,8 +102,10 @@ class FSDPEngine(TrainEngine):
         comm.raise_together(error, mesh.world, self.device)
         if config.optimizer is None:
             model.requires_grad_(False)
-        if config.gradient_checkpointing:
-            loading.enable_recomputation(model)
+        if config.recomputation != "none":
+            enable_recomputation(
+                model, config.recomputation, selection=self.options.recompute, every=self.options.recompute_every
+            )
         model.to(self.device)
         self._scorer = Scorer(
             model,

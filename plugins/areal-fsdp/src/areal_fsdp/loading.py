@@ -210,15 +210,6 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def enable_recomputation(model: Any) -> None:
-    """Gradient checkpointing of every decoder layer."""
-    arguments = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.2x
-        model.activation_checkpointing_enable(arguments)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-
-
 def _read_generation_config(model: nn.Module, folder: Path) -> None:
     from transformers import GenerationConfig
 

@@ -1,97 +1,140 @@
-"""Optimizer, learning-rate schedule, and what both need to be saved."""
+"""Builds the optimizer, counts skipped steps, and prepares states that a checkpoint is loaded into."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from areal_core.api.configs import OptimizerConfig
-from areal_core.api.io_struct import FinetuneSpec
-from areal_core.errors import BadInputError
+from areal_core.errors import ArealError, BadInputError
+from areal_fsdp.low_precision import LowPrecisionAdamW
+from areal_fsdp.muon import Muon
+from areal_fsdp.schedules import Schedule
+
+__all__ = ["Schedule", "SkipGuard", "build_optimizer", "ensure_state"]
+
+_MUON_MOMENTUM = 0.95
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    """AdamW (fused) or SGD over the parameters that require gradients; vectors (biases, norms) do not decay."""
-    trained = [p for _, p in named_parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
-        raise BadInputError("optimizer: the model has no parameter that is trained.")
-    if config.type == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-    if config.type == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr)
-    raise BadInputError(f"optimizer.type: {config.type!r} is not there yet in the fsdp engine. Use 'adamw' or 'sgd'.")
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer over the parameters of a transformers model that require gradients.
 
+    Vectors (biases, norms) do not decay. With ``muon`` the matrices of hidden layers are orthogonalised; embeddings,
+    the head, vectors and stacks of experts are AdamW's.
 
-class Schedule:
-    """Linear warm-up, then constant, linear or cosine down to a floor; counted in training steps.
-
-    The step with index ``k`` (from 0) runs at ``lr * (k + 1) / warmup`` during the warm-up. After it, with ``p`` the
-    share of the remaining steps that is over, at the floor plus ``1 - p`` (linear) or ``(1 + cos(pi p)) / 2``
-    (cosine) of what is above the floor.
+    Raises:
+        BadInputError: if nothing is trained, or options do not fit together.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, ft_spec: FinetuneSpec | None) -> None:
-        needs_total = config.lr_scheduler_type != "constant" or (
-            config.warmup_steps == 0 and config.warmup_steps_proportion > 0
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise BadInputError("optimizer: the model has no parameter that is trained.")
+    betas = (config.beta1, config.beta2)
+    low_precision = _check_precision(config, trained)
+    if config.type == "muon":
+        ends = _ends(model)
+        groups = _groups(trained, config.weight_decay, muon=lambda p: p.ndim == 2 and id(p) not in ends)
+        momentum = _MUON_MOMENTUM if config.momentum is None else config.momentum
+        return Muon(groups, lr=config.lr, momentum=momentum, betas=betas, eps=config.eps)
+    groups = _groups(trained, config.weight_decay)
+    if config.type == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum or 0.0)
+    if low_precision:
+        return LowPrecisionAdamW(
+            groups,
+            lr=config.lr,
+            betas=betas,
+            eps=config.eps,
+            state_dtype=_DTYPES[config.state_dtype] if config.state_dtype is not None else None,
+            rounding=config.rounding,
         )
-        if needs_total and ft_spec is None:
-            raise BadInputError(
-                f"optimizer.lr_scheduler_type: {config.lr_scheduler_type!r} needs the number of training steps; "
-                "initialize the engine with a FinetuneSpec."
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+def _groups(
+    trained: list[nn.Parameter], weight_decay: float, *, muon: Callable[[nn.Parameter], bool] | None = None
+) -> list[dict[str, Any]]:
+    """Parameters that are treated alike. Those on other meshes stand apart: fused updates take only one kind."""
+    groups: dict[Hashable, dict[str, Any]] = {}
+    for parameter in trained:
+        decays = parameter.ndim >= 2
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        is_muon = muon is not None and muon(parameter)
+        key = (decays, mesh, is_muon)
+        options = {"params": [], "weight_decay": weight_decay if decays else 0.0}
+        if muon is not None:
+            options["muon"] = is_muon
+        groups.setdefault(key, options)["params"].append(parameter)
+    return list(groups.values())
+
+
+def _ends(model: Any) -> set[int]:
+    """Ids of the parameters of embeddings (of tokens and positions) and of the head."""
+    ends = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    for module in (model.get_output_embeddings(), getattr(model, "score", None)):
+        if module is not None:
+            ends |= {id(p) for p in module.parameters()}
+    return ends
+
+
+def _check_precision(config: OptimizerConfig, parameters: list[nn.Parameter]) -> bool:
+    """Whether states or rounding need the low-precision AdamW."""
+    if config.state_dtype is None and config.rounding == "none":
+        return False
+    key = "state_dtype" if config.state_dtype is not None else "rounding"
+    if config.type != "adamw":
+        raise BadInputError(f"optimizer.{key}: is an option of type adamw, not of {config.type}.")
+    has_bf16 = any(p.dtype == torch.bfloat16 for p in parameters)
+    if config.rounding == "kahan" and not has_bf16:
+        raise BadInputError("optimizer.rounding: kahan compensates bfloat16 parameters. Set param_dtype to bfloat16.")
+    if config.rounding == "stochastic" and not has_bf16 and config.state_dtype != "bfloat16":
+        raise BadInputError(
+            "optimizer.rounding: nothing is bfloat16. Set param_dtype or optimizer.state_dtype to bfloat16."
+        )
+    return True
+
+
+class SkipGuard:
+    """Counts steps in a row whose gradient was not finite, and ends a run that does nothing else."""
+
+    def __init__(self, max_skipped: int | None) -> None:
+        self.max_skipped = max_skipped
+        self.in_a_row = 0
+
+    def count(self, grad_norm: float) -> None:
+        """Called once for each step that had something to learn, with the same norm on every rank.
+
+        Raises:
+            ArealError: after ``max_skipped`` steps in a row.
+        """
+        self.in_a_row = 0 if math.isfinite(grad_norm) else self.in_a_row + 1
+        if self.max_skipped is not None and self.in_a_row >= self.max_skipped:
+            raise ArealError(
+                f"optimizer.max_skipped: the gradient was not finite in {self.in_a_row} steps in a row (its norm "
+                f"is {grad_norm}), and all of them were skipped. The weights are still finite. Lower optimizer.lr, "
+                "compute in float32 (dtype), or look for infinite rewards or advantages."
             )
-        self.optimizer, self.config = optimizer, config
-        self.total = ft_spec.total_steps if ft_spec is not None else 0
-        self.warmup = config.warmup_steps or round(config.warmup_steps_proportion * self.total)
-        self.step_index = 0
-        self._apply()
-
-    @property
-    def lr(self) -> float:
-        return self.config.lr * self.factor(self.step_index)
-
-    def factor(self, index: int) -> float:
-        if index < self.warmup:
-            return (index + 1) / self.warmup
-        if self.config.lr_scheduler_type == "constant":
-            return 1.0
-        share = min(1.0, (index - self.warmup) / max(1, self.total - self.warmup))
-        floor = self.config.min_lr_ratio
-        if self.config.lr_scheduler_type == "linear":
-            return floor + (1 - floor) * (1 - share)
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share))
-
-    def step(self) -> None:
-        self.step_index += 1
-        self._apply()
-
-    def load(self, step_index: int) -> None:
-        self.step_index = step_index
-        self._apply()
-
-    def _apply(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW the (zero) state that its first step would create, so that there is something to load into."""
-    if not isinstance(optimizer, torch.optim.AdamW):
-        return
+    """Give every parameter the (zero) state of before its first step, so that there is something to load into."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not optimizer.state[parameter]:
+            if optimizer.state[parameter]:
+                continue
+            if isinstance(optimizer, (Muon, LowPrecisionAdamW)):
+                optimizer.init_state(parameter)
+            elif isinstance(optimizer, torch.optim.AdamW):
                 optimizer.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                     "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 }
+            elif isinstance(optimizer, torch.optim.SGD) and group["momentum"] > 0:
+                # Of zeros the first step makes the gradient itself, as it does of no buffer.
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}

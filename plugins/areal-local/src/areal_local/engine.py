@@ -74,7 +74,7 @@ class LocalEngine(InferenceEngine):
         config, options = self.config, self.options
         host: Host
         if options.process:
-            from areal_local.process import ProcessHost
+            from areal_local.remote import ProcessHost
 
             host = ProcessHost(model_path, config, options, self.device)
         else:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -67,12 +67,16 @@ class GenerationLoop:
     # ------------------------------------------------------------------------------- called from other threads
 
     def submit(self, pending: Pending) -> None:
+        self.submit_all((pending,))
+
+    def submit_all(self, requests: Sequence[Pending]) -> None:
+        """Queue requests; those of one call enter together, as far as there is room."""
         with self._condition:
             if self.error is not None:
                 raise self.error
             if self._stopping:
                 raise ArealError("the engine was destroyed; no request can start")
-            self.waiting.append(pending)
+            self.waiting.extend(requests)
             if self._idle:
                 self._condition.notify_all()
 

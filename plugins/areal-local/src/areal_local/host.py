@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -122,7 +122,10 @@ class ModelHost:
         self.loop.version = version
 
     def update_from_memory(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, source: str) -> None:
-        planned = self.weights.plan(tensors, source)
+        self.swap(self.weights.plan(tensors, source), version)
+
+    def swap(self, planned: Mapping[int, torch.Tensor], version: int) -> None:
+        """Take over tensors that ``weights.plan`` (or its table, elsewhere) has matched."""
         with self.loop.exclusive():
             self.weights.apply(planned)
             self.loop.weights_changed(keep_kv=self.keep_kv)

@@ -25,6 +25,7 @@ class Pending:
         tokenizer: for stop strings.
         future, loop: where the answer goes.
         cancelled: set by the caller's thread; the row is freed before the next step.
+        number: names it between the engine and its process.
     """
 
     request: ModelRequest
@@ -37,6 +38,7 @@ class Pending:
     cancelled: bool = False
     submitted: float = attrs.field(factory=time.perf_counter)
     first_token: float = 0.0
+    number: int = 0
 
     def response(
         self,

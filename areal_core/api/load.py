@@ -17,7 +17,7 @@ from areal_core.api.configs import AlgorithmConfig, RLConfig, SFTConfig
 from areal_core.config import classes
 from areal_core.config.compose import build, resolve, with_defaults
 from areal_core.config.document import Document, apply_override, merge, read_document, set_value, split_key
-from areal_core.config.problems import Problem, raise_problems, where
+from areal_core.config.problems import ConfigErrors, Problem, raise_problems, where
 from areal_core.errors import BadInputError, ConfigError, PluginError, did_you_mean
 from areal_core.plugins import PluginManager, get_plugin_manager
 
@@ -60,13 +60,19 @@ def error_places(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        key = split_key(error.key) if error.key is not None and error.where is None else None
-        if key is None:
-            raise
+        problems = []
+        for single in error.errors if isinstance(error, ConfigErrors) else (error,):
+            key = split_key(single.key) if single.key is not None and single.where is None else None
+            if key is None:
+                raise
+            problems.append(Problem(key, single.message))
         document = read_document(Path(path))
         for override in overrides:
             apply_override(document, override)
-        raise ConfigError(error.message, key=error.key, where=where(key, document.positions)) from error
+        try:
+            raise_problems(problems, document.positions)
+        except ConfigError as placed:
+            raise placed from error
 
 
 def _load(document: Document, manager: PluginManager) -> RunConfigType:

@@ -39,17 +39,19 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Check a configuration without starting anything: keys, types, bounds, plugins, and what goes together.
 
-        Exits 0 if all is well, and 2 after listing every problem with its file and line.
+        What is named by an import path, package.module:attribute, is imported. Exits 0 if all is well, and 2 after
+        listing every problem with its file and line.
         """
         from areal_core.api.configs import RLConfig
         from areal_core.api.load import error_places, load_run_config
-        from areal_core.config.selections import selected_plugins
+        from areal_core.config.selections import check_import_paths, selected_plugins
         from areal_core.plugins import get_plugin_manager
         from areal_core.trainer.checks import check_rl, check_run
         from areal_core.trainer.loading import build_algorithm
 
         loaded = load_run_config(config, overrides or [])
         with error_places(config, overrides or []):
+            check_import_paths(loaded)
             check_run(loaded, loaded.actor.parsed_backend.parallel.world_size)
             if isinstance(loaded, RLConfig):
                 check_rl(loaded, build_algorithm(loaded, get_plugin_manager()))

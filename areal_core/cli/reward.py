@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from areal_core.cli import console
 
-_EPILOG = "Example: areal reward try gsm8k --completion 'So it is #### 42' --answer '#### 42'"
+if TYPE_CHECKING:
+    from areal_core.api.configs import RewardConfig
+    from areal_core.api.reward_api import AsyncRewardWrapper
+
+_EPILOG = """
+Examples:
+
+  areal reward try gsm8k --completion 'So it is #### 42' --answer '#### 42'
+
+  areal reward try run.yaml rewards.format.weight=0.5 --completion 'So it is #### 42' --answer '#### 42'
+"""
 
 
 def register(app: typer.Typer) -> None:
@@ -18,8 +28,17 @@ def register(app: typer.Typer) -> None:
 
     @group.command("try", epilog=_EPILOG)
     def try_(
-        name: Annotated[str, typer.Argument(help="Registered reward, or package.module:function.", metavar="NAME")],
+        name: Annotated[
+            str,
+            typer.Argument(
+                help="Registered reward, package.module:function, or the YAML file of a run: its reward or rewards.",
+                metavar="NAME",
+            ),
+        ],
         completion: Annotated[str, typer.Option(help="Text to score; - reads it from standard input.")],
+        overrides: Annotated[
+            list[str] | None, typer.Argument(help="Values that replace the file's.", metavar="[KEY=VALUE]...")
+        ] = None,
         answer: Annotated[str | None, typer.Option(help="The column `answer` of the row.")] = None,
         prompt: Annotated[str, typer.Option(help="The prompt's text.")] = "",
         data: Annotated[
@@ -30,12 +49,15 @@ def register(app: typer.Typer) -> None:
             list[str] | None,
             typer.Option(help="An option of the reward, as under reward.NAME. Repeatable.", metavar="K=V"),
         ] = None,
-        timeout: Annotated[float, typer.Option(help="Seconds (reward.timeout).", min=0.001)] = 15.0,
+        timeout: Annotated[
+            float | None, typer.Option(help="Seconds (reward.timeout); default: 15.", min=0.001, show_default=False)
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Score one completion with a reward, in a process of its own as in training.
 
-        Exits 0 with a number, 1 if the reward raises, hangs or returns no finite number, 2 if there is no such reward.
+        With the YAML file of a run all its rewards score it, and their weighted sum is what training would see. Exits 0
+        with a number, 1 if a reward raises, hangs or returns no finite number, 2 if there is no such reward.
         """
         columns = _columns(data or [])
         if answer is not None:
@@ -44,18 +66,41 @@ def register(app: typer.Typer) -> None:
             import sys
 
             completion = sys.stdin.read()
-        result = _score(name, prompt, completion, columns, option or [], timeout)
+        rewards, of_run = _rewards(name, overrides or [], option or [], timeout)
+        results = _score(rewards, prompt, completion, columns)
+        result = _summary(name, results) if of_run else results[""]
         if as_json:
             console.print_json(result)
-        elif result["ok"]:
-            start = ", its start included" if result["runs_in"] == "process" else ""
-            console.stdout(f"{result['value']:g}  ({result['seconds']:.3f} s in a {result['runs_in']}{start})")
         else:
-            console.error(f"{result['error']['message']} (kind: {result['error']['kind']})")
+            _print(results)
+            if of_run and result["ok"]:
+                console.stdout(f"total: {result['value']:g}")
         if not result["ok"]:
             raise typer.Exit(1)
 
     app.add_typer(group, name="reward")
+
+
+def _print(results: dict[str, dict[str, Any]]) -> None:
+    for label, result in results.items():
+        begin = f"{label}: " if label else ""
+        if result["ok"]:
+            start = ", its start included" if result["runs_in"] == "process" else ""
+            where = f"{result['seconds']:.3f} s in a {result['runs_in']}{start}"
+            console.stdout(f"{begin}{result['value']:g}{_weight(result)}  ({where})")
+        else:
+            console.error(f"{begin}{result['error']['message']} (kind: {result['error']['kind']})")
+
+
+def _weight(result: dict[str, Any]) -> str:
+    return "" if result.get("weight", 1.0) == 1.0 else f" * {result['weight']:g}"
+
+
+def _summary(name: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The weighted sum, as ``CombinedReward`` makes it, but with every error in sight."""
+    ok = all(result["ok"] for result in results.values())
+    total = sum(result["weight"] * result["value"] for result in results.values()) if ok else None
+    return {"config": name, "ok": ok, "value": total, "rewards": results}
 
 
 def _columns(pairs: list[str]) -> dict[str, Any]:
@@ -80,25 +125,51 @@ def _columns(pairs: list[str]) -> dict[str, Any]:
     return columns
 
 
-def _score(
-    name: str, prompt: str, completion: str, columns: dict[str, Any], options: list[str], timeout: float
-) -> dict[str, Any]:
-    import asyncio
-    import time
+def _rewards(
+    name: str, overrides: list[str], options: list[str], timeout: float | None
+) -> tuple[dict[str, tuple[AsyncRewardWrapper, RewardConfig]], bool]:
+    """The rewards to try by label, with their sections; whether ``name`` is the file of a run."""
+    from pathlib import Path
 
-    from areal_core.api.configs import RewardConfig
-    from areal_core.api.reward_api import RewardError
-    from areal_core.cli.sections import plugin_section
+    from areal_core.errors import BadInputError
     from areal_core.plugins import get_plugin_manager
     from areal_core.rollout.rewards import build_reward
 
     manager = get_plugin_manager()
-    config = plugin_section(RewardConfig, {"name": name, "timeout": timeout}, name, options, manager)
-    reward = build_reward(config, manager)
+    if Path(name).suffix not in (".yaml", ".yml"):
+        from areal_core.api.configs import RewardConfig
+        from areal_core.cli.sections import plugin_section
 
-    async def call() -> dict[str, Any]:
+        if overrides:
+            raise BadInputError(f"{overrides[0]!r}: only the YAML file of a run can be overridden; use --option K=V.")
+        values = {"name": name, "timeout": 15.0 if timeout is None else timeout}
+        config = plugin_section(RewardConfig, values, name, options, manager)
+        return {"": (build_reward(config, manager), config)}, False
+    from areal_core.api.configs import RLConfig
+    from areal_core.api.load import load_run_config
+
+    if options or timeout is not None:
+        raise BadInputError(f"--option and --timeout: {name} holds them; write KEY=VALUE, e.g. reward.timeout=5.")
+    run = load_run_config(Path(name), overrides)
+    if not isinstance(run, RLConfig):
+        raise BadInputError(f"{name}: only `trainer: rl` has rewards, not {run.trainer!r}.")
+    sections = run.reward_sections
+    return {k.rpartition(".")[2]: (build_reward(s, manager, key=k), s) for k, s in sections.items()}, True
+
+
+def _score(
+    rewards: dict[str, tuple[AsyncRewardWrapper, RewardConfig]], prompt: str, completion: str, columns: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    import asyncio
+    import time
+
+    from areal_core.api.reward_api import RewardError
+
+    async def call(label: str, reward: AsyncRewardWrapper, config: RewardConfig) -> dict[str, Any]:
         start = time.perf_counter()
-        found: dict[str, Any] = {"reward": name, "ok": False, "value": None, "error": None}
+        found: dict[str, Any] = {"reward": config.name, "ok": False, "value": None, "error": None}
+        if label:
+            found["weight"] = config.weight
         try:
             found["value"] = await reward(prompt, completion, None, None, **columns)
             found["ok"] = True
@@ -106,7 +177,12 @@ def _score(
             found["error"] = {"kind": error.kind, "message": str(error)}
         return {**found, "seconds": time.perf_counter() - start, "runs_in": reward.runs_in}
 
+    async def call_all() -> dict[str, dict[str, Any]]:
+        results = await asyncio.gather(*(call(label, *pair) for label, pair in rewards.items()))
+        return dict(zip(rewards, results, strict=True))
+
     try:
-        return asyncio.run(call())
+        return asyncio.run(call_all())
     finally:
-        reward.destroy()
+        for reward, _ in rewards.values():
+            reward.destroy()

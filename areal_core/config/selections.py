@@ -8,7 +8,9 @@ from typing import Any
 import attrs
 
 from areal_core.config import classes
-from areal_core.config.problems import KeyPath, key_text
+from areal_core.config.fields import PluginSlot
+from areal_core.config.problems import KeyPath, Problem, key_text, raise_problems
+from areal_core.errors import PluginError
 from areal_core.plugins import PluginManager, get_plugin_manager
 from areal_core.plugins.inspection import Entry
 from areal_core.plugins.loading import is_import_path
@@ -20,24 +22,43 @@ def selected_plugins(config: Any, manager: PluginManager | None = None) -> Itera
     Raises:
         PluginError: naming the key, if one cannot be used.
     """
-    yield from _walk(config, (), manager or get_plugin_manager())
+    manager = manager or get_plugin_manager()
+    for path, slot, name in _selections(config, ()):
+        if not is_import_path(name):
+            key = key_text(path)
+            yield key, manager.entry(slot.registry, name, key)
 
 
-def _walk(config: Any, path: KeyPath, manager: PluginManager) -> Iterator[tuple[str, Entry]]:
+def check_import_paths(config: Any, manager: PluginManager | None = None) -> None:
+    """Import whatever a configuration names by ``package.module:attribute``.
+
+    Raises:
+        ConfigError: with every one that cannot be imported, or is neither function nor class.
+    """
+    manager = manager or get_plugin_manager()
+    problems = []
+    for path, slot, name in _selections(config, ()):
+        if not is_import_path(name):
+            continue
+        try:
+            manager.load(slot.registry, name)
+        except PluginError as error:
+            problems.append(Problem(path, str(error)))
+    raise_problems(problems, {})
+
+
+def _selections(config: Any, path: KeyPath) -> Iterator[tuple[KeyPath, PluginSlot, str]]:
+    """``(key of the selector, slot, selected name)`` of every plugin slot at and below ``config``."""
     cls: type = type(config)
     slot = classes.slot_of(cls)
     if slot is not None:
-        name = classes.selected_plugin(slot, getattr(config, slot.selector))
-        if not is_import_path(name):
-            key = key_text((*path, slot.selector))
-            yield key, manager.entry(slot.registry, name, key)
-    for name in classes.public_fields(cls):
+        yield (*path, slot.selector), slot, classes.selected_plugin(slot, getattr(config, slot.selector))
+    for name, field in classes.public_fields(cls).items():
         value = getattr(config, name)
-        items: Iterable[tuple[str | int, Any]] = enumerate(value) if isinstance(value, list) else ()
-        if isinstance(value, dict) and classes.item_section_class(classes.fields_of(cls)[name].type) is not None:
-            items = value.items()
+        items: Iterable[tuple[str | int, Any]] = ()
         if attrs.has(type(value)):
-            yield from _walk(value, (*path, name), manager)
+            yield from _selections(value, (*path, name))
+        elif classes.item_section_class(field.type) is not None:
+            items = value.items() if isinstance(value, dict) else enumerate(value or ())
         for part, item in items:
-            if attrs.has(type(item)):
-                yield from _walk(item, (*path, name, part), manager)
+            yield from _selections(item, (*path, name, part))

@@ -83,6 +83,83 @@ def test_try_when_the_reward_fails_without_json_then_stderr_says_so(capsys: pyte
     assert output.out == "" and "(kind: none)" in output.err and "Traceback" not in output.err
 
 
+def run_file(path: Path, rewards: str) -> Path:
+    path.write_text(f"trainer: rl\nactor: {{path: m}}\ntrain_dataset: {{name: arithmetic}}\n{rewards}\n")
+    return path
+
+
+NAMED = """\
+rewards:
+  length: {name: "cli_rewards:length_reward_fn", weight: 0.5}
+  half: {name: "cli_rewards:async_reward_fn", weight: -2}
+"""
+
+
+def test_try_when_given_a_run_then_each_reward_and_their_sum(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = run_file(tmp_path / "run.yaml", NAMED)
+
+    assert areal(["reward", "try", str(path), "rewards.half.weight=3", "--completion", "abcd"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("length: 4 * 0.5  (") and lines[1].startswith("half: 0.5 * 3  (")
+    assert lines[2] == "total: 3.5"
+
+
+def test_try_when_given_a_run_and_json_then_one_object(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = run_file(tmp_path / "run.yaml", NAMED)
+
+    assert areal(["reward", "try", str(path), "--completion", "abcd", "--json"]) == 0
+
+    result = json.loads(capsys.readouterr().out)
+    assert (result["ok"], result["value"]) == (True, 0.5 * 4 - 2 * 0.5)
+    assert {label: (part["value"], part["weight"]) for label, part in result["rewards"].items()} == {
+        "length": (4.0, 0.5),
+        "half": (0.5, -2.0),
+    }
+
+
+def test_try_when_a_run_has_a_single_reward_then_its_weighted_value(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = run_file(tmp_path / "run.yaml", 'reward: {name: "cli_rewards:async_reward_fn", weight: 4}')
+
+    assert areal(["reward", "try", str(path), "--completion", "x"]) == 0
+
+    assert capsys.readouterr().out.splitlines()[-1] == "total: 2"
+
+
+def test_try_when_one_reward_of_a_run_fails_then_the_others_still_show(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = run_file(tmp_path / "run.yaml", NAMED)
+
+    code = areal(["reward", "try", str(path), "rewards.half.name=cli_rewards:none_reward_fn", "--completion", "x"])
+
+    output = capsys.readouterr()
+    assert code == 1 and "length: 1" in output.out and "total" not in output.out
+    assert "half: reward 'half' returned None (kind: none)" in output.err
+
+
+@pytest.mark.parametrize(
+    ("rewards", "arguments", "words"),
+    [
+        (NAMED, ["--option", "a=1"], "--option and --timeout"),
+        (NAMED, ["rewards.half.name=absent"], "rewards.half.name: unknown reward 'absent'"),
+        ("", [], "reward: is required"),
+    ],
+)
+def test_try_when_the_run_is_bad_then_exit_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, rewards: str, arguments: list[str], words: str
+) -> None:
+    path = run_file(tmp_path / "run.yaml", rewards)
+
+    assert areal(["reward", "try", str(path), *arguments, "--completion", "x"]) == 2
+
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -92,6 +169,7 @@ def test_try_when_the_reward_fails_without_json_then_stderr_says_so(capsys: pyte
         (["cli_rewards:length_reward_fn", "--data", "x:={"], "the value of 'x' is not JSON"),
         (["cli_rewards:length_reward_fn", "--option", "a=1"], "has no options of its own"),
         (["cli_rewards:length_reward_fn", "--option", "a"], "Write name=value"),
+        (["cli_rewards:length_reward_fn", "a=1"], "use --option K=V"),
     ],
 )
 def test_try_when_the_input_is_bad_then_exit_2(

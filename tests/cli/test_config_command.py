@@ -36,8 +36,8 @@ actor:
   path: {model}
   backend: fake:d1
   optimizer: {{lr: 1e-4}}
-train_dataset: {{name: "some.module:rows"}}
-reward: {{name: "some.module:reward"}}
+train_dataset: {{name: "os.path:join"}}
+reward: {{name: "os.path:join"}}
 gconfig: {{n_samples: 4}}
 rollout: {{backend: local}}
 """
@@ -91,6 +91,59 @@ def test_check_when_keys_do_not_go_together_names_the_line(command: Any, run_yam
 
     assert outcome.code == 2
     assert outcome.stderr.startswith("Error: override 'actor.ppo_n_minibatches=5': actor.ppo_n_minibatches: 5 does not")
+
+
+def test_check_when_import_paths_lead_nowhere_lists_each_with_its_place(command: Any, run_yaml: Path) -> None:
+    outcome = command("check", run_yaml, "reward.name=os.path:jion", "workflow.name=no_such_module:Workflow")
+
+    assert (outcome.code, outcome.stdout) == (2, "")
+    first, *lines = outcome.stderr.splitlines()
+    assert first == "Error:" and len(lines) == 2
+    assert lines[0].startswith("  override 'reward.name=os.path:jion': reward.name: reward 'os.path:jion': os.path (")
+    assert lines[0].endswith("has no attribute 'jion'. Did you mean 'join'?")
+    assert "workflow.name: workflow 'no_such_module:Workflow': there is no module 'no_such_module'" in lines[1]
+
+
+def test_check_when_an_import_path_is_wrong_in_the_file_names_the_line(command: Any, run_yaml: Path) -> None:
+    run_yaml.write_text(run_yaml.read_text().replace('reward: {name: "os.path:join"}', 'reward: {name: "os.path:no"}'))
+
+    outcome = command("check", run_yaml)
+
+    assert outcome.code == 2 and outcome.stderr.startswith(f"Error: {run_yaml}:7: reward.name: reward 'os.path:no'")
+
+
+@pytest.fixture
+def rewards_yaml(run_yaml: Path) -> Path:
+    text = run_yaml.read_text()
+    run_yaml.write_text(
+        text.replace('reward: {name: "os.path:join"}', 'rewards: {good: {name: "os.path:join", weight: 2}}')
+    )
+    return run_yaml
+
+
+def test_show_when_rewards_are_named_prints_their_defaults(command: Any, rewards_yaml: Path) -> None:
+    shown = parse_document(command("show", rewards_yaml, "rewards.good.timeout=3").stdout, "shown.yaml").tree
+
+    assert shown["reward"] is None
+    assert shown["rewards"]["good"] == {
+        "name": "os.path:join",
+        "weight": 2.0,
+        "timeout": 3.0,
+        "max_workers": 1,
+        "on_error": "reject",
+    }
+
+
+def test_check_when_rewards_are_named_checks_each(command: Any, rewards_yaml: Path) -> None:
+    good = command("check", rewards_yaml)
+    bad = command("check", rewards_yaml, "rewards.other.name=os.path:no", "rewards.good.weight=1")
+    typo = command("check", rewards_yaml, "rewards.good.weigth=1")
+    both = command("check", rewards_yaml, "reward.name=os.path:join")
+
+    assert (good.code, good.stderr) == (0, "")
+    assert bad.code == 2 and "rewards.other.name: reward 'os.path:no'" in bad.stderr
+    assert typo.code == 2 and "rewards.good.weigth: unknown key. Did you mean 'rewards.good.weight'?" in typo.stderr
+    assert both.code == 2 and "both `reward` and `rewards` are given" in both.stderr
 
 
 @pytest.mark.parametrize("command_name", ["show", "check"])

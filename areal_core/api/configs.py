@@ -269,12 +269,35 @@ class InferenceEngineConfig:
 
 
 @attrs.define(kw_only=True)
+class AgentConfig:
+    """How an agent (a workflow with `async def run(self, data, **kwargs)`) is played and trained on."""
+
+    turn_discount: float = option(
+        1.0, "A completion's return is its reward + this * the next one's return.", ge=0, le=1
+    )
+    export: Literal["concat", "individual"] = option(
+        "concat", "concat: one trajectory per chat, every turn trained in it; individual: one per completion."
+    )
+    max_completions: int | None = option(
+        128, "Most completions in one episode; an agent that goes on is rejected. null: no bound.", ge=1
+    )
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = option(
+        "auto", "How the model writes tool calls. auto: by the chat template; none: they stay text."
+    )
+    sampling_conflicts: Literal["refuse", "ignore"] = option(
+        "refuse",
+        "A request of training that sets another temperature, top_p, ...: refuse it, or sample as gconfig says.",
+    )
+
+
+@attrs.define(kw_only=True)
 class WorkflowConfig:
     """What one episode is."""
 
     PLUGIN_SLOT: ClassVar[PluginSlot] = PluginSlot("areal_workflows", "name")
 
-    name: str = option("rlvr", "Workflow; a registered name, or package.module:Class.")
+    name: str = option("rlvr", "Workflow or agent; a registered name, or package.module:Class.")
+    agent: AgentConfig = option(factory=AgentConfig, help="For agents only.")
     plugin_options: dict[str, Any] = _plugin_options()
 
 

@@ -20,19 +20,44 @@ def build_workflow(
     gconfig: GenerationHyperparameters,
     *,
     reward: ScoredReward | CombinedReward | None = None,
+    training: bool = True,
 ) -> tuple[Any, ScoredReward | CombinedReward]:
     """The workflow that ``config`` names, and its ``reward_fn``; ``destroy`` the latter at the end of the run.
+
+    An agent (``run`` instead of ``arun_episode``) is given an ``AgentRunner`` that plays it.
 
     Args:
         gconfig: sampling (that of an evaluation may differ from training's).
         reward: use this one instead of making one, so that training and evaluation share their processes.
+        training: whether what is sampled will be trained on; False for an evaluation.
     """
     if reward is None:
         reward = build_rewards(config, manager)
     target = manager.load("areal_workflows", config.workflow.name, key="workflow.name")
     available = {"gconfig": gconfig, "tokenizer": tokenizer, "reward_fn": reward}
     options = plugin_keywords(config.workflow)
-    return _construct(target, available, options, config.workflow.name), reward
+    workflow = _construct(target, available, options, config.workflow.name)
+    if not is_agent(workflow):
+        return workflow, reward
+    # Loaded for agents only.
+    from areal_core.rollout.agents.workflow import AgentRunner
+
+    runner = AgentRunner(
+        workflow,
+        gconfig,
+        tokenizer,
+        reward,
+        config.workflow.agent,
+        name=config.workflow.name,
+        training=training,
+        on_error=config.reward.on_error if config.reward is not None else "reject",
+    )
+    return runner, reward
+
+
+def is_agent(workflow: Any) -> bool:
+    """Whether an object plays its episodes by itself, see ``areal_core.api.workflow_api.AgentWorkflow``."""
+    return callable(getattr(workflow, "run", None)) and not callable(getattr(workflow, "arun_episode", None))
 
 
 def _construct(target: Callable[..., Any], available: dict[str, Any], options: dict[str, Any], name: str) -> Any:
@@ -72,9 +97,10 @@ def check_workflow(workflow: Any) -> Any:
     if callable(getattr(workflow, "arun_episode", None)) and not isinstance(workflow, type):
         return workflow
     name = workflow.__name__ if isinstance(workflow, type) else type(workflow).__name__
-    if callable(getattr(workflow, "run", None)):
+    if is_agent(workflow):
         raise BadInputError(
-            f"workflow {name} is an agent (it has `run`, not `arun_episode`), which this version cannot play. "
-            "Write a RolloutWorkflow with `async def arun_episode(self, engine, data)`."
+            f"workflow {name} is an agent (it has `run`, not `arun_episode`); it needs a tokenizer and sampling to be "
+            "played. Name it as workflow.name, or give "
+            "areal_core.rollout.agents.workflow.AgentRunner(agent, gconfig, tokenizer, reward_fn)."
         )
     raise BadInputError(f"{name} is not a workflow: it has no `async def arun_episode(self, engine, data)`.")

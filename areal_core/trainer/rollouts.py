@@ -61,7 +61,9 @@ class Rollouts:
             limit = min(len(rows), config.evaluation.limit or len(rows))
             self.eval_rows = [{**rows[i], "_uid": f"eval-{i}", "_index": i} for i in range(limit)]
         workflow, self.rewards = build_workflow(config, tokenizer, manager, config.gconfig)
-        self.eval_workflow, _ = build_workflow(config, tokenizer, manager, self.eval_gconfig, reward=self.rewards)
+        self.eval_workflow, _ = build_workflow(
+            config, tokenizer, manager, self.eval_gconfig, reward=self.rewards, training=False
+        )
         engine.initialize(config.actor.path, tokenizer)
         self.controller = RolloutController(
             engine,
@@ -149,13 +151,22 @@ class Rollouts:
     def _record(self, trajectory: Trajectory | None, outcome: str, info: Mapping[str, Any]) -> None:
         if self.session is None:
             return
-        if trajectory is not None:
+        texts = {} if trajectory is None else trajectory.metadata
+        # What was cancelled before it gave anything ended with the run: its row is played again on resume.
+        if trajectory is not None or outcome != "cancelled":
             self.session.directory.trajectories.write(
                 self._step,
                 trajectory,
-                prompt=trajectory.metadata.get("prompt"),
-                completion=trajectory.metadata.get("completion"),
+                prompt=texts.get("prompt"),
+                completion=texts.get("completion"),
                 outcome=outcome,
                 split="eval" if info["split"] == "eval" else "train",
+                uid=info["uid"],
+                sample=info["sample"],
+                reason=info["reason"] or None,
+                error=info["error"],
+                attempts=info["attempts"],
+                seconds=round(info["seconds"], 4),
+                version=info["version"],
             )
         self.session.trajectory_finished(trajectory, outcome)

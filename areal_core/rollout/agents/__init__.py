@@ -1,0 +1,1 @@
+"""Agents: plain objects that play an episode through an OpenAI-compatible client in this process."""

@@ -1,0 +1,33 @@
+"""Errors that an agent sees, in the form of the OpenAI API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class APIError(Exception):
+    """A refused request.
+
+    Args:
+        message: what was wrong, and what would be right.
+        status: HTTP status code.
+        param: the field of the request that it is about.
+        code: a short name for programs, e.g. ``context_length_exceeded``.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        self.message, self.status, self.param, self.code = message, status, param, code
+        super().__init__(message)
+
+    def body(self) -> dict[str, Any]:
+        kinds = {404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def unsupported(field: str, message: str) -> APIError:
+    return APIError(f"{field}: {message}", param=field, code="unsupported_parameter")
+
+
+def invalid(field: str, message: str) -> APIError:
+    return APIError(f"{field}: {message}", param=field, code="invalid_value")

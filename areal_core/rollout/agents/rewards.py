@@ -1,0 +1,50 @@
+"""Rewards that an agent makes itself, judged as those of a reward function are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Literal
+
+from areal_core.api.reward_api import RewardError, RewardErrorKind, Score
+from areal_core.api.reward_worker import INF, NAN, NONE, OK, classify
+from areal_core.errors import BadInputError
+
+OnError = Literal["reject", "zero", "raise"]
+
+
+class RewardJudge:
+    """Turns what an agent gives as a reward into a float, under a policy for what is none.
+
+    ``reject``: the controller rejects the episode with the reason ``reward_KIND``; ``zero``: it counts 0; ``raise``:
+    the run stops.
+    """
+
+    def __init__(self, agent: str, on_error: OnError = "reject") -> None:
+        self.agent, self.on_error = agent, on_error
+        self.errors: Counter[str] = Counter()
+
+    def checked(self, value: Any, what: str) -> float:
+        """``value`` as a float; a ``Score`` stays one.
+
+        Args:
+            what: whose it is, for messages, e.g. ``"completion 'chatcmpl-1'"``.
+
+        Raises:
+            RewardError, BadInputError: if it is no finite number, as the policy says.
+        """
+        code, number, message = classify(value)
+        if code == OK:
+            return value if isinstance(value, Score) else number
+        kinds: dict[int, RewardErrorKind] = {NONE: "none", NAN: "nan", INF: "inf"}
+        error = self.failed(kinds.get(code, "type"), f"{message} for {what}")
+        if self.on_error == "zero":
+            return 0.0
+        raise error
+
+    def failed(self, kind: RewardErrorKind, message: str) -> Exception:
+        """Count an error, and give the exception to raise for it."""
+        self.errors[kind] += 1
+        error = RewardError(kind, f"the agent {self.agent!r} {message}")
+        if self.on_error != "raise":
+            return error
+        return BadInputError(f"{error}. A reward is a finite number; reward.on_error: reject would go on without it.")

@@ -1,0 +1,1 @@
+"""Tools that a model may call: what it writes to call one, and the Python functions that answer."""

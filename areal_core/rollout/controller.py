@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.engine_api import InferenceEngine
@@ -18,8 +18,17 @@ from areal_core.api.io_struct import Trajectory
 from areal_core.errors import ArealError
 from areal_core.logging import getLogger
 from areal_core.rollout.build import check_workflow
-from areal_core.rollout.episode import OUTCOMES, Group, Job, Outcome, RolloutInterrupted, RolloutResult
-from areal_core.rollout.runner import EpisodeRunner
+from areal_core.rollout.episode import (
+    OUTCOMES,
+    Group,
+    Job,
+    Outcome,
+    RolloutInterrupted,
+    RolloutResult,
+    read_first_versions,
+)
+from areal_core.rollout.refill import Reserve, RowSource, filtered, mean_reward, settle_for
+from areal_core.rollout.runner import EpisodeRunner, behind_error
 from areal_core.rollout.staleness import StalenessManager
 from areal_core.rollout.stats import episode_info, nothing_accepted, outcome_stats, trajectory_stats
 
@@ -34,12 +43,6 @@ logger = getLogger("RolloutController")
 #: ``on_outcome(trajectory or None, outcome, info)``. ``info``: ``uid``, ``sample``, ``split``, ``reason``, ``error`` (a
 #: text or None), ``attempts``, ``seconds``, ``version`` (of the controller), all JSON-compatible.
 OutcomeCallback = Callable[[Trajectory | None, Outcome, dict[str, Any]], None]
-
-
-class RowSource(Protocol):
-    """What ``prepare_batch`` draws rows from, e.g. ``areal_core.data.loader.DataLoader``."""
-
-    def next_batch(self) -> list[dict[str, Any]]: ...
 
 
 class RolloutController:
@@ -62,7 +65,10 @@ class RolloutController:
         seed: the run's seed.
         on_outcome: told of every episode that ended, before the method that collected it returns.
         should_accept: filter of single trajectories (reason ``filter``).
-        should_accept_group: filter of complete training groups (reason ``filtered_group``).
+        should_accept_group: filter of complete training groups (reason ``filtered_group``); ``prepare_batch`` plays
+            other rows in place of those it refuses.
+        max_tried_groups: most groups played for one batch of ``prepare_batch``, refused ones among them. When they are
+            used up the batch is what passed, with a warning; None: no bound.
         should_stop: whether the run is to end; each waiting method also takes its own.
     """
 
@@ -78,6 +84,7 @@ class RolloutController:
         on_outcome: OutcomeCallback | None = None,
         should_accept: Callable[[Trajectory], bool] | None = None,
         should_accept_group: Callable[[list[Trajectory]], bool] | None = None,
+        max_tried_groups: int | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> None:
         self.engine, self.config = engine, config
@@ -85,6 +92,8 @@ class RolloutController:
         self.workflow = check_workflow(workflow)
         self.on_outcome = on_outcome
         self._should_accept, self._should_accept_group = should_accept, should_accept_group
+        self._max_tried = max_tried_groups or 1 << 62
+        self._reserve = Reserve()
         self._should_stop = should_stop or (lambda: False)
         self._staleness = StalenessManager(batch_size, config.max_head_offpolicyness)
         self._wake = threading.Event()
@@ -130,9 +139,7 @@ class RolloutController:
         # What exists by now (libraries, models) lives as long as the run. Episodes allocate so many small objects that
         # the garbage collector would look through all of it again and again: a fifth of the rollout's time.
         gc.freeze()
-        rows, self._restored = self._restored, []
-        if rows:
-            self._submit(rows)
+        self._play_restored()
 
     def stop(self) -> None:
         """Cancel everything that runs, and end the thread. May be called twice, and after an error."""
@@ -170,8 +177,8 @@ class RolloutController:
             loop.run_forever()
             loop.run_until_complete(loop.shutdown_asyncgens())
         except BaseException as error:
-            if self._runner is not None and self._runner.fatal is None:
-                self._runner.fatal = error
+            if self._runner is not None:
+                self._runner.watch.stop_for(error)
         finally:
             with contextlib.suppress(Exception):
                 loop.close()
@@ -243,19 +250,47 @@ class RolloutController:
             RolloutInterrupted: see the class.
         """
         start = time.monotonic()
+        groups = self._play_rows(rows, should_stop)
+        self._staleness.consumed += len(groups)
+        return self._finish_sync(groups, start)
+
+    def _play_rows(self, rows: Sequence[Mapping[str, Any]], should_stop: Callable[[], bool] | None) -> list[Group]:
         job = self._job(rows, self.workflow, self.group_size, "sync")
         self._play(job, should_stop, barrier=self.synchronous)
+        read_first_versions(job.groups)
         for group in job.groups:
             group.version = self.version
-            if group.accepted and self._staleness.is_stale(group.read_first_version()):
-                raise self._live.behind_error(group)
+            if group.accepted and self._staleness.is_stale(group.first_version):
+                raise behind_error(group)
             elif not group.dropped and len(group.accepted) < self._live.min_members:
                 group.drop("incomplete")
-        self._staleness.consumed += len(job.groups)
-        result = self._collect(job.groups, "rollout", start)
+        return job.groups
+
+    def _finish_sync(self, groups: list[Group], start: float) -> RolloutResult:
+        result = self._collect(groups, "rollout", start)
         if not result.trajectories:
-            raise nothing_accepted(job.groups, "the batch")
+            raise nothing_accepted(groups, "the batch")
         return result
+
+    def _play_until_full(self, source: RowSource, should_stop: Callable[[], bool] | None) -> RolloutResult:
+        """A batch of rows, and others in place of the groups that the filter refused, as many as are missing."""
+        start = time.monotonic()
+        groups: list[Group] = []
+        missing = self.batch_size
+        try:
+            while missing:
+                played = self._play_rows(self._reserve.draw(source, missing), should_stop)
+                groups += played
+                refused = len(filtered(played))
+                if refused and len(groups) + refused > self._max_tried:
+                    settle_for(len(groups) - len(filtered(groups)), self.batch_size, groups)
+                    break
+                missing = refused
+        except BaseException:
+            self._report(groups)
+            raise
+        self._staleness.consumed += self.batch_size
+        return self._finish_sync(groups, start)
 
     def evaluate(
         self,
@@ -282,7 +317,7 @@ class RolloutController:
         episodes = [episode for group in job.groups for episode in group.episodes]
         failed = sum(episode.outcome == "failed" for episode in episodes)
         if failed > self.config.max_failure_rate * len(episodes):
-            raise self._live.failure_error(failed, len(episodes))
+            raise self._live.watch.error(failed, len(episodes))
         if rows and not result.trajectories:
             raise nothing_accepted(job.groups, "the evaluation")
         return result
@@ -332,10 +367,14 @@ class RolloutController:
         """The next ``batch_size`` groups whose age is within the staleness bound.
 
         Keeps as many groups under way as the bound allows; rows come from ``dataloader`` as room appears. With
-        ``max_head_offpolicyness`` 0 this is ``rollout_batch(dataloader.next_batch())``.
+        ``max_head_offpolicyness`` 0 this is ``rollout_batch(dataloader.next_batch())``, and again with other rows in
+        place of groups that ``should_accept_group`` refused.
+
+        Raises:
+            NoGroupPassed: if it refused ``max_tried_groups``, all that were tried.
         """
         if self.synchronous:
-            return self.rollout_batch(dataloader.next_batch(), should_stop=should_stop)
+            return self._play_until_full(dataloader, should_stop)
         start = time.monotonic()
         runner = self._live
         runner.wanted = self.batch_size
@@ -349,10 +388,20 @@ class RolloutController:
             if rows:
                 self._submit(rows)
             self._wait(lambda: len(runner.ready) >= self.batch_size or runner.room() > 0, should_stop)
-            if len(runner.ready) >= self.batch_size:
-                groups = self._call(runner.take, self.batch_size)
-                if groups is not None:
-                    return self._finish_async(groups, start)
+            count = min(self.batch_size, len(runner.ready))
+            if count < self.batch_size and self._tried_enough():
+                settle_for(count, self.batch_size, filtered(runner.dropped))
+            elif count < self.batch_size:
+                continue
+            groups = self._call(runner.take, count)
+            if groups is not None:
+                # A short batch is a version's batch too: nothing more may start in its place.
+                self._staleness.consumed += self.batch_size - count
+                return self._finish_async(groups, start)
+
+    def _tried_enough(self) -> bool:
+        """Whether no batch can be filled within the bound, since too many groups were refused."""
+        return len(filtered(list(self._live.dropped))) + self.batch_size > self._max_tried
 
     def submit(self, row: Mapping[str, Any]) -> None:
         """Queue one row's group; it starts when the staleness bound and the concurrency limit allow."""
@@ -434,6 +483,8 @@ class RolloutController:
                 count = float(sum(group.dropped == reason for group in ended))
                 stats[f"rollout/{reason}_groups"] = count
                 self._dropped[reason] += count
+            if self._should_accept_group is not None:
+                stats["rollout/reward_unfiltered"] = mean_reward(ended)
             stats.update(self._queue_stats())
         # An evaluation reads them too, so that its calls do not show in the next batch.
         shown = "" if prefix == "rollout" else f"{prefix}/"
@@ -482,6 +533,7 @@ class RolloutController:
             ArealError: if such a row holds values that JSON cannot.
         """
         rows = self._restored if self._runner is None else self._call(self._runner.unfinished_rows)
+        rows = [*rows, *self._reserve.rows]
         try:
             rows = json.loads(json.dumps(rows))
         except (TypeError, ValueError) as error:
@@ -502,8 +554,16 @@ class RolloutController:
         self._serial = int(state.get("serial", 0))
         self._totals.update(state.get("totals", {}))
         self._restored = [dict(row) for row in state["rows"]]
+        self._reserve.rows.clear()
         if self._runner is not None:
-            rows, self._restored = self._restored, []
+            self._play_restored()
+
+    def _play_restored(self) -> None:
+        """Rows of a saved state come first: at once, or in synchronous mode with the next batch."""
+        rows, self._restored = self._restored, []
+        if self.synchronous:
+            self._reserve.rows.extend(rows)
+        elif rows:
             self._submit(rows)
 
 

@@ -27,7 +27,7 @@ OTHER_ENVIRONMENTS = "not gpu and not vllm and not sglang and not megatron"
 
 def install(session: nox.Session, *requirements: str, plugins: tuple[str, ...] = PLUGINS) -> None:
     """Install the kernel and plugins from this checkout, and further requirements, in one consistent resolution."""
-    editable = [part for path in (".[tensorboard]", *plugins) for part in ("-e", path)]
+    editable = [part for path in (".[tensorboard,agents]", *plugins) for part in ("-e", path)]
     session.install("-c", "constraints.txt", "torch", *requirements, *editable)
 
 

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from areal_fsdp.ulysses import Ulysses
+
 #: The name under which ``varlen_attention`` is registered with transformers.
 ATTENTION_NAME = "areal_varlen"
 
@@ -59,6 +61,7 @@ class AttentionPlan:
     Attributes:
         buckets: together they hold every row as a query once.
         out_rows: int64 ``[N]``: where row ``i`` stands in the concatenated outputs of the buckets.
+        ulysses: set where each context-parallel rank brings a part of the rows; the plan is that of all rows.
         cu_queries, cu_keys, varlen_keys: the same for a varlen kernel: int32 bounds of each segment's queries (which
             lie in order) and keys, and the key rows (None: equal to the queries).
     """
@@ -70,6 +73,7 @@ class AttentionPlan:
     varlen_keys: torch.Tensor | None
     max_queries: int
     max_keys: int
+    ulysses: Ulysses | None = None
     _masks: dict[tuple[int, int | None, torch.dtype], torch.Tensor] = attrs.field(factory=dict)
 
     def to(self, device: torch.device) -> AttentionPlan:
@@ -335,7 +339,7 @@ def varlen_attention(
     """Attention function for transformers' ``AttentionInterface``.
 
     Args:
-        query: ``[1, H, N, D]``; ``key`` and ``value`` ``[1, H_kv, N, D]``.
+        query: ``[1, H, N, D]``; ``key`` and ``value`` ``[1, H_kv, N, D]``: local rows and heads on a mesh.
         areal_plan: travels through the model's keyword arguments, so that recomputation under gradient checkpointing
             sees it too.
 
@@ -353,20 +357,42 @@ def varlen_attention(
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [N, heads, D]
     window = sliding_window if sliding_window is not None else _window_of(module)
-    if _has_flash_attn() and q.is_cuda and q.dtype != torch.float32 and s_aux is None:
-        return _flash_varlen(q, k, v, areal_plan, scaling, dropout, window, softcap)[None], None
+    ulysses = areal_plan.ulysses
+    if ulysses is None:
+        return _packed_attention(module, q, k, v, areal_plan, scaling, dropout, window, softcap, s_aux)[None], None
+    q, k, v = ulysses.rows_to_heads(q, k, v)
+    sinks = None if s_aux is None else ulysses.own_heads(s_aux)
+    out = _packed_attention(module, q, k, v, areal_plan, scaling, dropout, window, softcap, sinks)
+    return ulysses.heads_to_rows(out)[None], None
+
+
+def _packed_attention(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """``q [N, H, D]``, ``k`` and ``v`` ``[N, H_kv, D]`` to ``[N, H, D_v]``."""
+    if _has_flash_attn() and q.is_cuda and q.dtype != torch.float32 and sinks is None:
+        return _flash_varlen(q, k, v, plan, scaling, dropout, window, softcap)
     q_flat, k_flat, v_flat = (x.reshape(len(x), -1) for x in (q, k, v))
     outputs = []
-    for index, bucket in enumerate(areal_plan.buckets):
+    for index, bucket in enumerate(plan.buckets):
         key_rows = bucket.query_rows if bucket.key_rows is None else bucket.key_rows
         qb = take_rows(q_flat, bucket.query_rows).view(bucket.n, bucket.queries, *q.shape[1:]).transpose(1, 2)
         kb = take_rows(k_flat, key_rows).view(bucket.n, bucket.keys, *k.shape[1:]).transpose(1, 2)
         vb = take_rows(v_flat, key_rows).view(bucket.n, bucket.keys, *v.shape[1:]).transpose(1, 2)
-        mask = areal_plan.mask(index, window, q.dtype)
-        out = _attend(module, qb, kb, vb, mask, scaling, dropout, softcap, s_aux)
+        mask = plan.mask(index, window, q.dtype)
+        out = _attend(module, qb, kb, vb, mask, scaling, dropout, softcap, sinks)
         outputs.append(out.transpose(1, 2).reshape(bucket.n * bucket.queries, -1))
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return _PermuteRows.apply(flat, areal_plan.out_rows).view(1, len(q), q.shape[1], -1), None
+    return _PermuteRows.apply(flat, plan.out_rows).view(len(q), q.shape[1], -1)
 
 
 def _window_of(module: nn.Module) -> int | None:

@@ -13,6 +13,7 @@ from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
 from areal_core.api.engine_api import LossFn, LossWeightFn
 from areal_core.data.microbatch import split_by_tokens
 from areal_fsdp import comm
+from areal_fsdp.exchange import reduce_from_group
 from areal_fsdp.layout import ModelInput, make_model_input
 
 if TYPE_CHECKING:
@@ -37,9 +38,19 @@ def split(engine: FSDPEngine, batch: PackedBatch) -> list[tuple[list[int], Packe
 
 
 def model_input(engine: FSDPEngine, micro_batch: PackedBatch) -> ModelInput:
-    scorer = engine.ready()
-    share = engine.options.share_prompts and scorer.is_packed
-    return make_model_input(micro_batch, share_prompts=share).to(engine.device)
+    share = engine.options.share_prompts and engine.ready().is_packed
+    return make_model_input(micro_batch, share_prompts=share, part=engine.row_part).to(engine.device)
+
+
+def all_tokens(
+    engine: FSDPEngine, micro_batch: PackedBatch, inputs: ModelInput, values: torch.Tensor | None
+) -> torch.Tensor | None:
+    """fp32 ``[T]``: the values of predicted tokens at their places, from all context-parallel ranks; 0 elsewhere."""
+    if values is None:
+        return None
+    zeros = torch.zeros(micro_batch.num_tokens, dtype=torch.float32, device=engine.device)
+    out = zeros.index_put((inputs.token_index,), values[: len(inputs.token_index)])
+    return out if engine.mesh.cp_group is None else reduce_from_group(out, engine.mesh.cp_group)
 
 
 class BatchRun:
@@ -70,7 +81,7 @@ class BatchRun:
             micro_batch = micro_batch.to(self.device)
             if not inputs.is_dummy:
                 weight += loss_weight_fn(micro_batch)
-                self.model_tokens += len(inputs.input_ids)
+                self.model_tokens += inputs.num_rows
             self.micro_batches.append((micro_batch, inputs))
         self.total_weight = comm.all_reduce(weight, self.group)
         # A total weight of 0 must not make NaNs: the step is skipped.
@@ -96,10 +107,14 @@ class BatchRun:
         values, entropies = scorer(inputs, self.with_entropy and not critic)
         if inputs.is_dummy:
             return values.sum()
-        zeros = torch.zeros(micro_batch.num_tokens, dtype=torch.float32, device=self.device)
-        out = _scatter(zeros, inputs.token_index, values)
-        entropy = None if entropies is None else _scatter(zeros, inputs.token_index, entropies)
-        output = TokenOutput(logprobs=zeros, values=out) if critic else TokenOutput(logprobs=out, entropy=entropy)
+        out = all_tokens(self.engine, micro_batch, inputs, values)
+        entropy = all_tokens(self.engine, micro_batch, inputs, entropies)
+        assert out is not None
+        output = (
+            TokenOutput(logprobs=torch.zeros_like(out), values=out)
+            if critic
+            else TokenOutput(logprobs=out, entropy=entropy)
+        )
         with torch.autocast(self.device.type, enabled=False):
             loss_output: LossOutput = self.loss_fn(output, micro_batch)
         self.loss_sum += loss_output.loss.detach()
@@ -150,18 +165,14 @@ def forward_batch(engine: FSDPEngine, batch: PackedBatch, *, with_entropy: bool)
             values, entropies = scorer(inputs, entropy is not None)
             if inputs.is_dummy:
                 continue
-            at = _token_places(batch, indices, engine.device)[inputs.token_index]
-            out[at] = values[: len(at)]
+            at = _token_places(batch, indices, engine.device)
+            out[at] = all_tokens(engine, micro_batch, inputs, values)
             if entropy is not None:
-                entropy[at] = entropies[: len(at)]
+                entropy[at] = all_tokens(engine, micro_batch, inputs, entropies)
     out, entropy = out.to(home), None if entropy is None else entropy.to(home)
     if engine.is_critic:
         return TokenOutput(logprobs=torch.zeros_like(out), values=out)
     return TokenOutput(logprobs=out, entropy=entropy)
-
-
-def _scatter(zeros: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return zeros.index_put((index,), values[: len(index)])
 
 
 def _token_places(batch: PackedBatch, indices: list[int], device: torch.device) -> torch.Tensor:

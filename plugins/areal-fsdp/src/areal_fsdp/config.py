@@ -31,6 +31,9 @@ class FSDPConfig:
         "products of matrices and attention.",
     )
     recompute_every: int = option(2, "That n: the first of every n layers is recomputed.", ge=1)
+    sequence_parallel: bool = option(
+        True, "With t > 1: norms and the residual stream hold a part of the tokens on each rank, not all of them."
+    )
     reshard_after_forward: bool = option(True, "Free gathered parameters of a layer between forward and backward.")
     cpu_offload: bool = option(False, "Keep sharded parameters, gradients and optimizer state in host memory.")
     max_shard_size: str = option("5GB", "Largest safetensors file of an export.")

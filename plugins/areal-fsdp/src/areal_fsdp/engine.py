@@ -6,7 +6,7 @@ import gc
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,20 @@ from areal_core.api.batch import PackedBatch, TokenOutput
 from areal_core.api.configs import TrainEngineConfig
 from areal_core.api.engine_api import InferenceEngine, LossFn, LossWeightFn, TrainEngine
 from areal_core.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
-from areal_core.errors import BadInputError
+from areal_core.errors import ArealError, BadInputError
 from areal_core.logging import getLogger
 from areal_fsdp import comm, loading, lora, storage, weight_update
+from areal_fsdp.background import BackgroundSave
 from areal_fsdp.batch_run import BatchRun, forward_batch
 from areal_fsdp.config import FSDPConfig
 from areal_fsdp.grad_norm import clip_gradients, grad_norm
+from areal_fsdp.layout import RowPart
 from areal_fsdp.mesh import Mesh, build_mesh, check_strategy
 from areal_fsdp.optim import Schedule, SkipGuard, build_optimizer
-from areal_fsdp.parallel import broadcast_weights, shard_model
+from areal_fsdp.parallel import broadcast_weights, build_scorer, check_parallel, shard_model
 from areal_fsdp.recompute import enable_recomputation
 from areal_fsdp.scorer import Scorer
+from areal_fsdp.tensor_parallel import check_heads
 
 logger = getLogger("FSDPEngine")
 
@@ -59,6 +62,8 @@ class FSDPEngine(TrainEngine):
         self.version = 0
         self.steps = 0
         self.is_critic = False
+        self.background_save: BackgroundSave | None = None
+        self.background_group: dist.ProcessGroup | None = None
         self._offloaded = False
         self._counters: dict[str, float] = {}
 
@@ -93,6 +98,7 @@ class FSDPEngine(TrainEngine):
         try:
             self.folder = loading.resolve_folder(config.path, key=f"{role}.path")
             model = self.build_model(self.folder, from_scratch=config.init_from_scratch)
+            check_parallel(model, mesh, config, self.options)
             if self.options.disable_dropout:
                 loading.disable_dropout(model)
             if config.lora is not None:
@@ -107,14 +113,10 @@ class FSDPEngine(TrainEngine):
                 model, config.recomputation, selection=self.options.recompute, every=self.options.recompute_every
             )
         model.to(self.device)
-        self._scorer = Scorer(
-            model,
-            is_critic=self.is_critic,
-            temperature=config.temperature,
-            logits_chunk=self.options.logits_chunk_tokens,
-        )
         if mesh.world is not None:
             broadcast_weights(model, mesh.world)
+        self._scorer = build_scorer(model, mesh, config, self.options, is_critic=self.is_critic)
+        if mesh.world is not None:
             shard_model(self._scorer, mesh, self.compute_dtype, self.options)
         if config.optimizer is not None:
             self.optimizer = build_optimizer(model, config.optimizer)
@@ -145,6 +147,7 @@ class FSDPEngine(TrainEngine):
         """The whole model of a folder on the CPU, as this engine's role and options want it."""
         config = self.config
         hf_config = loading.load_hf_config(folder, trust_remote_code=config.trust_remote_code)
+        check_heads(hf_config, tensor=self.mesh.tp_size, context=self.mesh.cp_size)
         return loading.build_model(
             folder,
             hf_config=hf_config,
@@ -156,6 +159,11 @@ class FSDPEngine(TrainEngine):
         )
 
     def destroy(self) -> None:
+        if self.background_save is not None:
+            # Its thread uses the process group; what it failed to write has been, or will be, reported by the trainer.
+            with suppress(ArealError):
+                self.background_save.wait()
+            self.background_save = None
         self._scorer = self.peft = self.optimizer = self.schedule = self.inference = None
         gc.collect()
         if self._owns_group and dist.is_initialized():
@@ -245,6 +253,13 @@ class FSDPEngine(TrainEngine):
     def save(self, meta: SaveLoadMeta) -> None:
         storage.save(self, meta)
 
+    @property
+    def is_saving(self) -> bool:
+        return self.background_save is not None and not self.background_save.done
+
+    def finish_saving(self) -> None:
+        storage.finish_saving(self)
+
     def load(self, meta: SaveLoadMeta) -> None:
         storage.load(self, meta)
 
@@ -274,6 +289,13 @@ class FSDPEngine(TrainEngine):
         if self._mesh is None:
             raise RuntimeError("call create_process_group first")
         return self._mesh
+
+    @property
+    def row_part(self) -> RowPart:
+        """Which rows of a micro-batch this rank computes."""
+        mesh = self.mesh
+        split = self.options.sequence_parallel and mesh.tp_size > 1
+        return RowPart(mesh.cp_rank, mesh.cp_size, mesh.cp_size * (mesh.tp_size if split else 1))
 
     @property
     def device(self) -> torch.device:

@@ -15,17 +15,31 @@ from areal_fsdp.attention import AttentionPlan, make_plan
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 
-@attrs.frozen(eq=False)
-class ModelInput:
-    """``N`` model rows for a micro-batch of ``T`` tokens, of which ``S`` are predicted.
+@attrs.frozen
+class RowPart:
+    """Which of the model's rows a rank has: part ``index`` of ``parts`` equal ones.
 
     Attributes:
-        input_ids, position_ids: int64 ``[N]``; ``N <= T``.
-        plan: which rows attend to which.
-        rows: int64 ``[S]``: the row whose hidden state predicts the token.
+        multiple: the number of rows is padded to a multiple of it; itself a multiple of ``parts``.
+    """
+
+    index: int = 0
+    parts: int = 1
+    multiple: int = 1
+
+
+@attrs.frozen(eq=False)
+class ModelInput:
+    """``N`` model rows for a micro-batch of ``T`` tokens, of which this rank has ``M`` and predicts ``S`` tokens.
+
+    Attributes:
+        input_ids, position_ids: int64 ``[M]``; ``M = N`` without context parallelism, and ``N <= T`` without padding.
+        plan: which of the ``N`` rows attend to which.
+        rows: int64 ``[S]``: which of the ``M`` rows has the hidden state that predicts the token.
         targets: int64 ``[S]``: the predicted token's id.
         token_index: int64 ``[S]``: its place among the micro-batch's ``T`` tokens.
         lengths: rows of each segment of the plan, for engines that must pad.
+        num_rows: ``N`` without the padding.
         is_dummy: the micro-batch has no token; one row stands in, for the sake of collectives.
     """
 
@@ -36,6 +50,7 @@ class ModelInput:
     targets: torch.Tensor
     token_index: torch.Tensor
     lengths: list[int]
+    num_rows: int
     is_dummy: bool = False
 
     def to(self, device: torch.device) -> ModelInput:
@@ -46,16 +61,19 @@ class ModelInput:
         return attrs.evolve(self, plan=self.plan.to(device), **moved)
 
 
-def make_model_input(batch: PackedBatch, *, share_prompts: bool) -> ModelInput:
+def make_model_input(batch: PackedBatch, *, share_prompts: bool, part: RowPart = RowPart()) -> ModelInput:
     """Lay out a micro-batch (on the CPU) for the model.
 
     Sequences of one group (``rows["group_ids"]``) keep one copy of their leading tokens, up to the shortest
     ``prompt_lens`` among them, if these tokens are equal and none of them is trained. The first token of a sequence
     is never predicted.
+
+    Padding is a segment of its own at the end, to which no other attends. A token may be predicted by another rank than
+    the one that has it: the one with the row before it.
     """
     input_ids = batch.tokens["input_ids"].numpy()
     if len(input_ids) == 0:
-        return _dummy_input()
+        return _dummy_input(part)
     loss_mask = batch.tokens["loss_mask"].numpy().astype(bool)
     bounds = batch.cu_seqlens.numpy().astype(np.int64)
     shared = _shared_prefixes(batch, input_ids, loss_mask, bounds) if share_prompts else {}
@@ -97,27 +115,44 @@ def make_model_input(batch: PackedBatch, *, share_prompts: bool) -> ModelInput:
     predicted = loss_mask.copy()
     predicted[bounds[:-1][bounds[:-1] < bounds[1:]]] = False
     token_index = np.flatnonzero(predicted)
+    num_rows, padding = total, -total % part.multiple
+    if padding:
+        pieces.append(np.zeros(padding, dtype=np.int64))
+        positions.append(np.arange(padding))
+        lengths.append(padding)
+        prefixes.append((0, 0))
+    first, last = _bounds(part, num_rows + padding)
+    rows = row_of[token_index - 1]
+    mine = (rows >= first) & (rows < last)
     return ModelInput(
-        input_ids=torch.from_numpy(input_ids[np.concatenate(pieces)]),
-        position_ids=torch.from_numpy(np.concatenate(positions)),
+        input_ids=torch.from_numpy(input_ids[np.concatenate(pieces)[first:last]]),
+        position_ids=torch.from_numpy(np.concatenate(positions)[first:last]),
         plan=make_plan(lengths, prefixes),
-        rows=torch.from_numpy(row_of[token_index - 1]),
-        targets=torch.from_numpy(input_ids[token_index]),
-        token_index=torch.from_numpy(token_index),
+        rows=torch.from_numpy(rows[mine] - first),
+        targets=torch.from_numpy(input_ids[token_index[mine]]),
+        token_index=torch.from_numpy(token_index[mine]),
         lengths=lengths,
+        num_rows=num_rows,
     )
 
 
-def _dummy_input() -> ModelInput:
-    zero, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+def _bounds(part: RowPart, rows: int) -> tuple[int, int]:
+    size = rows // part.parts
+    return part.index * size, (part.index + 1) * size
+
+
+def _dummy_input(part: RowPart) -> ModelInput:
+    none = torch.zeros(0, dtype=torch.int64)
+    first, last = _bounds(part, part.multiple)
     return ModelInput(
-        input_ids=zero,
-        position_ids=zero,
-        plan=make_plan([1], [(0, 0)]),
+        input_ids=torch.zeros(last - first, dtype=torch.int64),
+        position_ids=torch.arange(first, last),
+        plan=make_plan([part.multiple], [(0, 0)]),
         rows=none,
         targets=none,
         token_index=none,
-        lengths=[1],
+        lengths=[part.multiple],
+        num_rows=0,
         is_dummy=True,
     )
 

@@ -1,15 +1,47 @@
-"""FSDP2 over a model: one group per decoder layer, the rest in the root's."""
+"""A model on a mesh: tensor parallelism first, then FSDP2 over what is left; one group per decoder layer."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
+from areal_core.api.configs import TrainEngineConfig
+from areal_core.errors import BadInputError
+from areal_fsdp.attention import ATTENTION_NAME
 from areal_fsdp.config import FSDPConfig
 from areal_fsdp.mesh import Mesh
 from areal_fsdp.scorer import Scorer
+from areal_fsdp.tensor_parallel import parallelize
+from areal_fsdp.ulysses import Ulysses
+
+
+def check_parallel(model: Any, mesh: Mesh, config: TrainEngineConfig, options: FSDPConfig) -> None:
+    """Raise if a model cannot do what the mesh asks for.
+
+    Raises:
+        BadInputError: naming the key.
+    """
+    packed = getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME
+    padded = f"which model type {model.config.model_type!r} does not have with attn_impl={config.attn_impl}"
+    if mesh.cp_size > 1 and not packed:
+        raise BadInputError(
+            f"backend: c{mesh.cp_size} needs packed attention, {padded}. Set attn_impl to auto, or use fsdp:dXtY."
+        )
+    if mesh.tp_size == 1:
+        return
+    if options.sequence_parallel and not packed:
+        raise BadInputError(
+            f"fsdp.sequence_parallel: needs packed attention, {padded}. Set it to false, or attn_impl to auto."
+        )
+    if not options.disable_dropout:
+        raise BadInputError("fsdp.disable_dropout: must be true with tensor parallelism, whose ranks draw other masks.")
+    if config.lora is not None and config.lora.dropout > 0:
+        raise BadInputError("lora.dropout: must be 0 with tensor parallelism, whose ranks draw other masks.")
 
 
 def broadcast_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -19,12 +51,35 @@ def broadcast_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
             dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
 
 
+def build_scorer(
+    model: nn.Module, mesh: Mesh, config: TrainEngineConfig, options: FSDPConfig, *, is_critic: bool
+) -> Scorer:
+    """The module to train, split over the ``tp`` ranks and aware of the ``cp`` ones. No communication.
+
+    Raises:
+        BadInputError: if the model cannot be split.
+    """
+    tensor_parallel = None
+    if mesh.tp_mesh is not None:
+        tensor_parallel = parallelize(model, mesh.tp_mesh, sequence_parallel=options.sequence_parallel)
+    return Scorer(
+        model,
+        is_critic=is_critic,
+        temperature=config.temperature,
+        logits_chunk=options.logits_chunk_tokens,
+        tensor_parallel=tensor_parallel,
+        ulysses=Ulysses(mesh.cp_group, mesh.cp_rank, mesh.cp_size) if mesh.cp_group is not None else None,
+    )
+
+
 def shard_model(scorer: Scorer, mesh: Mesh, compute_dtype: torch.dtype, options: FSDPConfig) -> None:
     """Apply ``fully_shard`` in place. Gradients are summed over the ranks, in fp32, never averaged."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
     layer_names = set(scorer.model._no_split_modules or [])
     layers = [m for m in scorer.model.modules() if type(m).__name__ in layer_names]
     mixed = next(scorer.parameters()).dtype != compute_dtype
+    assert mesh.fsdp_mesh is not None
+    shards = mesh.fsdp_mesh.size(-1)
     for module in [*layers, scorer]:
         is_root = module is scorer
         policy = MixedPrecisionPolicy(
@@ -38,9 +93,25 @@ def shard_model(scorer: Scorer, mesh: Mesh, compute_dtype: torch.dtype, options:
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=None if is_root else options.reshard_after_forward,
+            shard_placement_fn=lambda p: _shard_dim(p, shards),
         )
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             # The engine divides by the total weight itself. gloo has no scaled sum, hence the second line.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_dim(parameter: nn.Parameter, shards: int) -> Shard | None:
+    """The second dimension where the first is already split unevenly by tensor parallelism (a vocabulary)."""
+    if not isinstance(parameter, DTensor):
+        return None
+    placement, size = parameter.placements[0], parameter.shape[0]
+    if not (isinstance(placement, Shard) and placement.dim == 0 and size % parameter.device_mesh.size()):
+        return None
+    if parameter.ndim < 2 or parameter.shape[1] % shards:
+        raise BadInputError(
+            f"backend: t{parameter.device_mesh.size()} does not divide the vocabulary of {size} tokens, nor do the "
+            f"{shards} ranks that shard parameters divide the model's width. Use sizes of which one does."
+        )
+    return Shard(1)

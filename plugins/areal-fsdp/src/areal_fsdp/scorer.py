@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_fsdp.attention import ATTENTION_NAME, take_rows
 from areal_fsdp.layout import ModelInput
+from areal_fsdp.tensor_parallel import TensorParallel
+from areal_fsdp.ulysses import Ulysses
+from areal_fsdp.vocab_parallel import vocab_parallel_logprobs
 
 
 def token_logprobs(
@@ -68,10 +72,23 @@ class Scorer(nn.Module):
         is_critic: the head is scalar.
         temperature: of the framework's log-prob definition.
         logits_chunk: tokens whose logits exist at one time.
+        tensor_parallel: how the model is split over ranks, if it is.
+        ulysses: with context parallelism: how attention gets all rows.
     """
 
-    def __init__(self, model: nn.Module, *, is_critic: bool, temperature: float, logits_chunk: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        is_critic: bool,
+        temperature: float,
+        logits_chunk: int,
+        tensor_parallel: TensorParallel | None = None,
+        ulysses: Ulysses | None = None,
+    ) -> None:
         super().__init__()
+        self.tensor_parallel = tensor_parallel
+        self.ulysses = ulysses
         self.model = model
         self.is_critic = is_critic
         self.temperature = temperature
@@ -82,8 +99,13 @@ class Scorer(nn.Module):
         self.is_packed = getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME
 
     def forward(self, inputs: ModelInput, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs (critic: values) fp32 ``[S]`` and entropies ``[S]``; one entry of value 0 for a dummy input."""
+        """Log-probs (critic: values) fp32 ``[S]`` and entropies ``[S]`` of what this rank predicts.
+
+        Where that is nothing: one entry of value 0.
+        """
         hidden = self._packed_hidden(inputs) if self.is_packed else self._padded_hidden(inputs)
+        if self.tensor_parallel is not None:
+            hidden = self.tensor_parallel.whole_hidden(hidden, split_head=not self.is_critic)
         # Every rank must run the head and its backward, even with nothing to predict.
         empty = len(inputs.rows) == 0
         rows = torch.zeros(1, dtype=torch.int64, device=hidden.device) if empty else inputs.rows
@@ -96,11 +118,12 @@ class Scorer(nn.Module):
         return (out * 0, entropy) if empty else (out, entropy)
 
     def _packed_hidden(self, inputs: ModelInput) -> torch.Tensor:
+        plan = inputs.plan if self.ulysses is None else attrs.evolve(inputs.plan, ulysses=self.ulysses)
         output = self._decoder()(
             input_ids=inputs.input_ids[None],
             position_ids=inputs.position_ids[None],
             use_cache=False,
-            areal_plan=inputs.plan,
+            areal_plan=plan,
         )
         return output.last_hidden_state[0]
 
@@ -134,6 +157,15 @@ class Scorer(nn.Module):
         # The model's own forward, so that soft-capping and scaling of its logits apply.
         with self._decoder_replaced(_GivenHidden(hidden[None])):
             logits = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        if self.tensor_parallel is not None:
+            return vocab_parallel_logprobs(
+                logits,
+                targets,
+                start=self.tensor_parallel.vocab_start,
+                group=self.tensor_parallel.group,
+                temperature=self.temperature,
+                with_entropy=with_entropy,
+            )
         return token_logprobs(logits, targets, self.temperature, with_entropy)
 
     @contextmanager

@@ -74,6 +74,12 @@ class MicroBatchConfig:
     max_tokens_per_mb: int | None = option(
         None, "Most tokens in one micro-batch (a longer sequence stands alone); None: the whole shard at once.", ge=1
     )
+    attention_cost: float = option(
+        0.0,
+        "Weight of the square of a length, beside the length itself, when sequences are spread over ranks. 0: tokens; "
+        "1 / (12 * hidden size) counts the work of attention, which pays for long sequences.",
+        ge=0,
+    )
 
 
 @attrs.define(kw_only=True)

@@ -234,7 +234,12 @@ class RLTrainer:
             return None
         from areal_core.data.partition import balanced_partition
 
-        return balanced_partition(batch.seqlens.tolist(), self.router.dp_size, groups=batch["group_ids"].tolist())
+        return balanced_partition(
+            batch.seqlens.tolist(),
+            self.router.dp_size,
+            groups=batch["group_ids"].tolist(),
+            attention_cost=self.config.actor.mb_spec.attention_cost,
+        )
 
     def _update_weights(self, version: int) -> None:
         meta = attrs.evolve(self.weight_update, version=version)

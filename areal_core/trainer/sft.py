@@ -129,7 +129,10 @@ class SFTTrainer:
         self.model.destroy()
 
     def _partition(self, batch: PackedBatch | None) -> list[list[int]] | None:
-        return None if batch is None else balanced_partition(batch.seqlens.tolist(), self.router.dp_size)
+        if batch is None:
+            return None
+        cost = self.config.actor.mb_spec.attention_cost
+        return balanced_partition(batch.seqlens.tolist(), self.router.dp_size, attention_cost=cost)
 
 
 class EncodedRows(Sequence[dict[str, Any]]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from areal_core.data.partition import GROUP_TOLERANCE, balanced_partition, minib
 LENGTHS = st.lists(st.integers(0, 40), max_size=40)
 
 
-def loads(parts: list[list[int]], lengths: list[int]) -> list[int]:
+def loads(parts: list[list[int]], lengths: list[Any]) -> list[Any]:
     return [sum(lengths[i] for i in part) for part in parts]
 
 
@@ -110,6 +111,32 @@ def test_partition_when_small_expected_within_four_thirds_of_the_optimum(lengths
     )
 
     assert max(loads(balanced_partition(lengths, k), lengths)) <= 4 / 3 * best + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, k=st.integers(1, 6), group_size=st.none() | st.integers(1, 4))
+def test_partition_when_attention_counts_expected_balanced_cost(
+    lengths: list[int], k: int, group_size: int | None
+) -> None:
+    groups = None if group_size is None else [i // group_size for i in range(len(lengths))]
+    costs = [n + 0.01 * n * n for n in lengths]
+
+    parts = balanced_partition(lengths, k, groups, attention_cost=0.01)
+
+    assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
+    mean, longest = sum(costs) / k, max(costs, default=0)
+    assert max(loads(parts, costs)) <= max(mean + longest, (1 + GROUP_TOLERANCE) * max(mean, longest)) * (1 + 1e-9)
+
+
+def test_partition_when_one_sequence_is_long_expected_attention_cost_gives_its_rank_fewer_tokens() -> None:
+    lengths = [8000, *[500] * 32]  # 24000 tokens
+
+    by_tokens = balanced_partition(lengths, 2)
+    by_cost = balanced_partition(lengths, 2, attention_cost=1 / (12 * 1024))
+
+    costs = [n + n * n / (12 * 1024) for n in lengths]
+    assert loads(by_tokens, lengths) == [12000, 12000]
+    assert max(loads(by_cost, costs)) < 0.9 * max(loads(by_tokens, costs))
 
 
 def test_partition_when_groups_balance_expected_groups_whole() -> None:

@@ -52,7 +52,6 @@ class Episode:
     __slots__ = (
         "admitted",
         "attempts",
-        "deadline",
         "ended",
         "error",
         "group",
@@ -60,23 +59,23 @@ class Episode:
         "reason",
         "sample",
         "seconds",
-        "started",
+        "start",
         "task",
         "timed_out",
         "trajectories",
     )
 
     def __init__(self, group: Group, sample: int) -> None:
-        self.group, self.sample = group, sample
+        self.group = group
+        self.sample = sample
         self.task: asyncio.Task[None] | None = None
-        self.started = self.ended = self.timed_out = self.admitted = False
+        self.ended = self.timed_out = self.admitted = False
         self.attempts = 0
-        self.deadline = 0.0
-        self.seconds = 0.0
+        self.start = self.seconds = 0.0
         self.outcome: Outcome = "cancelled"
         self.reason = ""
         self.error: BaseException | None = None
-        self.trajectories: list[Trajectory] = []
+        self.trajectories: Sequence[Trajectory] = ()
 
     def reject(self, reason: str) -> None:
         self.outcome, self.reason = "rejected", reason
@@ -94,6 +93,7 @@ class Group:
         "order",
         "remaining",
         "row",
+        "seed",
         "size",
         "split",
         "uid",
@@ -106,6 +106,7 @@ class Group:
     ) -> None:
         self.row, self.uid, self.size, self.workflow, self.split, self.job = row, uid, size, workflow, split, job
         self.order = 0
+        self.seed: int | None = None  # made when its first episode is played
         self.first_version = -1
         self.version = 0  # of the trainer, when it was let in
         self.dropped = ""
@@ -116,11 +117,6 @@ class Group:
     @property
     def accepted(self) -> list[Episode]:
         return [episode for episode in self.episodes if episode.outcome == "accepted"]
-
-    def read_first_version(self) -> int:
-        """Set ``first_version``, the oldest version among the sampled tokens of what was accepted."""
-        self.first_version = oldest_version([t for e in self.accepted for t in e.trajectories])
-        return self.first_version
 
     def drop(self, reason: str) -> None:
         """Leave the whole group out: ``incomplete``, ``stale`` or ``filtered``."""
@@ -147,10 +143,23 @@ class Job:
         self.barrier = 0
 
 
-def oldest_version(trajectories: Sequence[Trajectory]) -> int:
-    """Oldest version among the sampled tokens; -1 when there are none."""
-    if not trajectories:
-        return -1
-    versions = np.concatenate([t.versions for t in trajectories])
-    sampled = versions[np.concatenate([t.loss_mask for t in trajectories])]
-    return int(np.minimum.reduce(sampled)) if len(sampled) else -1
+def read_first_versions(groups: Sequence[Group]) -> None:
+    """Set ``first_version``, the oldest version among the sampled tokens of what was accepted; -1 if nothing was.
+
+    For many groups together: numpy's calls cost more than the few tokens that one of them has.
+    """
+    groups = [group for group in groups if group.first_version < 0]
+    parts = [[t for e in group.episodes if e.outcome == "accepted" for t in e.trajectories] for group in groups]
+    groups = [group for group, part in zip(groups, parts, strict=True) if part]
+    parts = [part for part in parts if part]
+    if not groups:
+        return
+    trajectories = [trajectory for part in parts for trajectory in part]
+    versions = np.concatenate([trajectory.versions for trajectory in trajectories])
+    mask = np.concatenate([trajectory.loss_mask for trajectory in trajectories])
+    lengths = [sum(map(len, part)) for part in parts]
+    starts = np.cumsum([0, *lengths[:-1]])
+    # Every trajectory has a sampled token, see results.as_trajectories.
+    oldest = np.minimum.reduceat(np.where(mask, versions, np.iinfo(versions.dtype).max), starts)
+    for group, version in zip(groups, oldest.tolist(), strict=True):
+        group.first_version = version

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+import contextvars
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import Trajectory
-from areal_core.api.reward_api import RewardError
-from areal_core.errors import ArealError, BadInputError
-from areal_core.logging import getLogger
-from areal_core.rollout.context import EpisodeEngine
-from areal_core.rollout.episode import Episode, EpisodeRejected, EpisodeTimeout, Group, Job, Outcome
+from areal_core.errors import ArealError
+from areal_core.rollout.context import EpisodeEngine, group_seed
+from areal_core.rollout.episode import Episode, Group, Job, read_first_versions
+from areal_core.rollout.failures import FailureWatch, describe
 from areal_core.rollout.results import as_trajectories
 from areal_core.rollout.staleness import StalenessManager
 
-_WINDOW = 100
-_HUNG_REWARDS = 8
-
-logger = getLogger("RolloutController")
+#: How long episodes that never wait for anything may keep the event loop from its other work.
+_TURN_SECONDS = 0.01
+_STANDBYS = 16
 
 
 class _Lane:
-    """Episodes that wait for their turn, and how many run."""
+    """Episodes that wait for their turn, and those that run, in the order of their start."""
 
-    __slots__ = ("paused", "queue", "running")
+    __slots__ = ("paused", "queue", "running", "standbys")
 
     def __init__(self) -> None:
         self.queue: deque[Episode] = deque()
         self.running: dict[Episode, None] = {}
+        self.standbys = 0
         self.paused = False
 
 
@@ -40,6 +41,12 @@ class EpisodeRunner:
 
     Two ways in: ``run_job`` plays groups at once for a caller that waits for all of them (synchronous rollout,
     evaluation); ``submit`` queues groups that start as the staleness bound allows, and collects them in ``ready``.
+
+    **Workers.** An episode that waits for nothing does not need a task of its own: a worker, which is an asyncio task,
+    plays one episode after the other as long as none suspends it. Before each it makes sure that a standby is
+    scheduled; if the episode suspends its worker, the standby gets the event loop's next turn and goes on with the
+    queue. An episode therefore never shares its task with another that runs, and has one that ``asyncio.timeout``
+    and cancellation find. A worker whose episode was cancelled or changed a context variable plays no other.
 
     Args:
         engine: answers the requests.
@@ -68,7 +75,7 @@ class EpisodeRunner:
         self.loop, self.engine, self.config, self.seed = loop, engine, config, seed
         self.staleness, self.min_members, self.notify = staleness, min_members, notify
         self.should_accept, self.should_accept_group = should_accept, should_accept_group
-        self.fatal: BaseException | None = None
+        self.watch = FailureWatch(config, episodes_per_batch, notify)
         self.lanes = {"train": _Lane(), "sync": _Lane(), "eval": _Lane()}
         self.pending: deque[Group] = deque()  # submitted, not yet let in
         self.inside: dict[Group, None] = {}  # let in, not complete
@@ -78,16 +85,16 @@ class EpisodeRunner:
         self.wanted = 1  # complete groups that a thread waits for
         self.progress = 0  # changes with every episode that ends
         self._limit = config.max_concurrent_rollouts or (1 << 62)
-        self._retries = config.max_retries
-        self._running: dict[Episode, None] = {}  # in the order of their deadlines
         self._sweeper: asyncio.TimerHandle | None = None
+        self._turn_end = 0.0
+        self._context = contextvars.copy_context()
         self._order = 0
-        self._window: deque[bool] = deque(maxlen=max(1, min(_WINDOW, episodes_per_batch)))
-        self._failed_in_window = 0
-        self._exceptions: Counter[str] = Counter()
-        self._ever_scored = False
-        self._hung_rewards = 0
         self._stopping = self._holding = False
+
+    @property
+    def fatal(self) -> BaseException | None:
+        """The error that ends the run, once there is one."""
+        return self.watch.fatal
 
     # ------------------------------------------------------------------------------------------------- submission
 
@@ -99,7 +106,7 @@ class EpisodeRunner:
             self._number(group)
             lane.queue.extend(group.episodes)
         job.barrier = min(len(lane.queue), max(0, self._limit - len(lane.running)))
-        self._pump(job.lane)
+        self._pump(lane)
 
     def submit(self, groups: Sequence[Group]) -> None:
         """Queue groups; each starts when the staleness bound has room for it."""
@@ -122,18 +129,7 @@ class EpisodeRunner:
             group.version = self.staleness.version
             self.inside[group] = None
             lane.queue.extend(group.episodes)
-        self._pump("train")
-
-    def _pump(self, lane_name: str) -> None:
-        lane = self.lanes[lane_name]
-        if lane.paused or self._stopping or self.fatal is not None:
-            return
-        while lane.queue and len(lane.running) < self._limit:
-            episode = lane.queue.popleft()
-            if episode.ended:
-                continue
-            lane.running[episode] = None
-            episode.task = self.loop.create_task(self._run(episode))
+        self._pump(lane)
 
     def pause(self) -> None:
         """Start no submitted episode until ``resume``; jobs go on."""
@@ -147,7 +143,7 @@ class EpisodeRunner:
         """Let no further group in, but play what is inside, paused or not; returns whether it was paused."""
         lane = self.lanes["train"]
         was_paused, lane.paused, self._holding = lane.paused, False, True
-        self._pump("train")
+        self._pump(lane)
         return was_paused
 
     def release(self, paused: bool) -> None:
@@ -163,106 +159,105 @@ class EpisodeRunner:
         """Groups that could be submitted and would start now."""
         return max(0, self.staleness.capacity - len(self.pending))
 
-    # ------------------------------------------------------------------------------------------------ one episode
+    # ---------------------------------------------------------------------------------------------------- workers
 
-    async def _run(self, episode: Episode) -> None:
+    def _pump(self, lane: _Lane) -> None:
+        """Have workers for what waits, unless some are about to start."""
+        if lane.standbys or lane.paused or self._stopping or self.fatal is not None:
+            return
+        # Several at once: of episodes that suspend, only one for each would start in a turn of the loop.
+        count = min(_STANDBYS, len(lane.queue), self._limit - len(lane.running))
+        for number in range(count):
+            lane.standbys += 1
+            # In a context of its own, not that of the episode which happens to be playing.
+            self.loop.create_task(self._work(lane, first=number == 0), context=self._context.copy())
+
+    async def _work(self, lane: _Lane, first: bool) -> None:
+        lane.standbys -= 1
+        task, loop, running, queue = asyncio.current_task(), self.loop, lane.running, lane.queue
+        assert task is not None
+        context = contextvars.copy_context()
+        now = loop.time()
+        if first:  # At most one starts in a turn of the loop: all that start in it share the time.
+            self._turn_end = now + _TURN_SECONDS
+        try:
+            while queue and now < self._turn_end and len(running) < self._limit:
+                if lane.paused or self._stopping or self.watch.fatal is not None:
+                    return
+                episode = queue.popleft()
+                if episode.ended:
+                    continue
+                episode.task, episode.start = task, now
+                running[episode] = None
+                if queue and not lane.standbys:
+                    self._pump(lane)
+                if self._sweeper is None:
+                    self._sweeper = loop.call_at(now + self.config.episode_timeout, self._sweep)
+                await self._play(episode)
+                now = loop.time()
+                if not episode.ended:
+                    episode.seconds = now - episode.start
+                    self._end(episode, lane)
+                if task.cancelling() or not _equal(context, contextvars.copy_context()):
+                    return
+        except Exception as error:
+            self.watch.stop_for(error)
+        finally:
+            self._pump(lane)
+
+    async def _play(self, episode: Episode) -> None:
+        """Play until the episode has an outcome, or was ended from outside."""
         group = episode.group
-        loop, workflow = self.loop, group.workflow
-        episode.started = True
-        start = loop.time()
-        episode.deadline = start + self.config.episode_timeout
-        self._running[episode] = None
-        if self._sweeper is None:
-            self._sweeper = loop.call_at(episode.deadline, self._sweep)
+        seed, job = group.seed, group.job
+        if seed is None:
+            seed = group.seed = group_seed(self.seed, group.split, group.uid)
         while True:
+            on_request = partial(self._admitted, episode) if job is not None and job.barrier > 0 else None
             engine = EpisodeEngine(
-                self.engine,
-                run_seed=self.seed,
-                split=group.split,
-                uid=group.uid,
-                sample=episode.sample,
-                attempt=episode.attempts,
-                group_cache=group.cache,
-                on_request=None if episode.admitted or group.job is None else lambda: self._admitted(episode),
+                self.engine, group.uid, episode.sample, episode.attempts, seed, group.cache, on_request
             )
             episode.attempts += 1
             try:
-                result = await workflow.arun_episode(engine, dict(group.row))
+                result = await group.workflow.arun_episode(engine, dict(group.row))
                 if not episode.ended:
                     self._take_result(episode, result)
+                return
             except GeneratorExit:
                 raise
             except BaseException as error:  # SystemExit and KeyboardInterrupt of a task would end the event loop
-                if not episode.ended and self._try_again(episode, error):
-                    continue
-            break
-        if not episode.ended:
-            episode.seconds = loop.time() - start
-            self._end(episode)
-
-    def _try_again(self, episode: Episode, error: BaseException) -> bool:
-        """Whether to play the episode once more after ``error``; if not, its outcome is set."""
-        if episode.timed_out:
-            limit = self.config.episode_timeout
-            message = f"an episode took more than {limit:g} s (rollout.episode_timeout) and was cancelled"
-            self._fail(episode, EpisodeTimeout(message))
-        elif isinstance(error, EpisodeRejected):
-            episode.reject(error.reason)
-        elif isinstance(error, RewardError):
-            episode.reject(f"reward_{error.kind}")
-            episode.error = error
-            self._watch_hanging_reward(error)
-        elif isinstance(error, BadInputError):
-            self._fail(episode, error)
-            self._stop_for(error)
-        elif episode.attempts <= self._retries and self.fatal is None:
-            return True
-        else:
-            self._fail(episode, error)
-        return False
+                if episode.ended or not self.watch.try_again(episode, error):
+                    return
 
     def _take_result(self, episode: Episode, result: Any) -> None:
-        trajectories = as_trajectories(result, _name_of(episode.group.workflow))
+        group = episode.group
+        trajectories = as_trajectories(result, type(group.workflow).__name__)
         if not trajectories:
             episode.reject("workflow")
             return
         for trajectory in trajectories:
-            trajectory.group_id = episode.group.uid
+            _set_group_id(trajectory, group.uid)
         episode.trajectories = trajectories
         if self.should_accept is not None and not all(map(self.should_accept, trajectories)):
             episode.reject("filter")
             return
         episode.outcome = "accepted"
-        self._ever_scored = True
-
-    def _watch_hanging_reward(self, error: RewardError) -> None:
-        # A reward that hangs each time would take reward.timeout for every episode of the batch before it is noticed.
-        if error.kind != "timeout":
-            self._ever_scored = True
-        if self._ever_scored:
-            return
-        self._hung_rewards += 1
-        if self._hung_rewards >= _HUNG_REWARDS:
-            message = f"the first {self._hung_rewards} calls of the reward all took too long: {error}"
-            self._stop_for(BadInputError(message))
-
-    def _fail(self, episode: Episode, error: BaseException) -> None:
-        episode.outcome, episode.error = "failed", error
-        episode.reason = type(error).__name__
-        # Bad input stops the run, and is its one error: a traceback into the engine would only hide it.
-        if not self._exceptions[_describe(error)] and not isinstance(error, BadInputError):
-            logger.warning("an episode failed: %s", _describe(error), exc_info=error)
-        self._exceptions[_describe(error)] += 1
+        self.watch.scored = True
 
     def _sweep(self) -> None:
-        self._sweeper = None
-        now = self.loop.time()
-        for episode in list(self._running):
-            if episode.deadline > now:
-                self._sweeper = self.loop.call_at(episode.deadline, self._sweep)
-                return
-            # Out of the list: a workflow that swallows its cancellation must not be cancelled in a busy loop.
-            del self._running[episode]
+        """Cancel the episodes whose time is over, and come back when that of the next one is."""
+        now, limit = self.loop.time(), self.config.episode_timeout
+        overdue, upcoming = [], []
+        for lane in self.lanes.values():
+            for episode in lane.running:
+                # A workflow that swallows its cancellation is not cancelled in a busy loop.
+                if episode.timed_out:
+                    continue
+                if episode.start + limit > now:
+                    upcoming.append(episode.start + limit)
+                    break
+                overdue.append(episode)
+        self._sweeper = self.loop.call_at(min(upcoming), self._sweep) if upcoming else None
+        for episode in overdue:
             episode.timed_out = True
             if episode.task is not None:
                 episode.task.cancel()
@@ -279,25 +274,20 @@ class EpisodeRunner:
 
     # --------------------------------------------------------------------------------------------------- the ends
 
-    def _end(self, episode: Episode) -> None:
-        self._running.pop(episode, None)
-        if episode.ended:
-            return
+    def _end(self, episode: Episode, lane: _Lane) -> None:
         episode.ended = True
         self.progress += 1
-        group = episode.group
-        lane_name = "train" if group.job is None else group.job.lane
         if episode.task is not None:
-            del self.lanes[lane_name].running[episode]
+            del lane.running[episode]
             episode.task = None
-        self._admitted(episode)
+        group = episode.group
+        if group.job is not None and group.job.barrier > 0:
+            self._admitted(episode)
         if episode.outcome != "cancelled" and group.split != "eval":
-            self._watch_failures(episode.outcome)
+            self.watch.count(episode.outcome)
         group.remaining -= 1
         if group.remaining == 0:
             self._complete(group)
-        if self.lanes[lane_name].queue:
-            self._pump(lane_name)
 
     def _complete(self, group: Group) -> None:
         group.cache.clear()
@@ -319,7 +309,6 @@ class EpisodeRunner:
         if group.dropped:
             self.dropped.append(group)
         else:
-            group.read_first_version()
             self.staleness.waiting += 1
             self.ready.append(group)
         self.staleness.running -= 1
@@ -334,52 +323,21 @@ class EpisodeRunner:
         try:
             return self.should_accept_group([t for episode in accepted for t in episode.trajectories])
         except Exception as error:
-            failure = ArealError(f"should_accept_group raised {_describe(error)}")
+            failure = ArealError(f"should_accept_group raised {describe(error)}")
             failure.__cause__ = error
-            self._stop_for(failure)
+            self.watch.stop_for(failure)
             return False
-
-    def _watch_failures(self, outcome: Outcome) -> None:
-        window = self._window
-        if len(window) == window.maxlen:
-            self._failed_in_window -= window[0]
-        failed = outcome == "failed"
-        window.append(failed)
-        self._failed_in_window += failed
-        if not failed or len(window) < (window.maxlen or 0):
-            return
-        if self._failed_in_window / len(window) > self.config.max_failure_rate:
-            self._stop_for(self.failure_error(self._failed_in_window, len(window)))
-
-    def failure_error(self, failed: int, total: int) -> ArealError:
-        """The error of a rollout in which too many episodes failed."""
-        message, count = self._exceptions.most_common(1)[0] if self._exceptions else ("?", 0)
-        return ArealError(
-            f"{failed} of the last {total} episodes failed, more than rollout.max_failure_rate "
-            f"({self.config.max_failure_rate:g}) allows. Most common exception ({count} times so far): {message}"
-        )
-
-    def behind_error(self, group: Group) -> ArealError:
-        """The error of an engine that is not told of new versions: what it generates is too old from the start."""
-        return ArealError(
-            f"the inference engine generated with version {group.first_version} when training was at version "
-            f"{group.version}. Bring it the new weights (or call its set_version) before the controller's set_version."
-        )
-
-    def _stop_for(self, error: BaseException) -> None:
-        if self.fatal is None:
-            self.fatal = error
-            self.notify()
 
     # ------------------------------------------------------------------------------------------------ collecting
 
     def take(self, count: int) -> list[Group] | None:
         """The ``count`` oldest complete groups that are not stale; None when there are fewer. Drops stale ones."""
         fresh = []
+        read_first_versions(self.ready)
         for group in self.ready:
             if self.staleness.is_stale(group.first_version):
                 if group.version - group.first_version > self.staleness.max_staleness:
-                    self._stop_for(self.behind_error(group))
+                    self.watch.stop_for(behind_error(group))
                 group.drop("stale")
                 self.dropped.append(group)
                 self.staleness.waiting -= 1
@@ -406,17 +364,20 @@ class EpisodeRunner:
 
     def cancel_job(self, job: Job) -> None:
         lane = self.lanes[job.lane]
-        lane.queue = deque(episode for episode in lane.queue if episode.group.job is not job)
-        self._cancel([episode for group in job.groups for episode in group.episodes])
+        kept = [episode for episode in lane.queue if episode.group.job is not job]
+        lane.queue.clear()
+        lane.queue.extend(kept)
+        self._cancel(lane, [episode for group in job.groups for episode in group.episodes])
+        self._pump(lane)
 
     def cancel_all(self) -> None:
         """Cancel everything; the tasks have yet to notice."""
         self._stopping = True
         self.unused = [*self.ready, *self.inside]
         for lane in self.lanes.values():
-            queue, lane.queue = lane.queue, deque()
-            self._cancel(queue)
-            self._cancel(list(lane.running))
+            queued = list(lane.queue)
+            lane.queue.clear()
+            self._cancel(lane, [*queued, *lane.running])
         for group in self.unused:
             for episode in group.accepted:
                 episode.outcome, episode.reason = "cancelled", "unused"
@@ -425,23 +386,31 @@ class EpisodeRunner:
             self._sweeper.cancel()
             self._sweeper = None
 
-    def _cancel(self, episodes: Iterable[Episode]) -> None:
+    def _cancel(self, lane: _Lane, episodes: Iterable[Episode]) -> None:
         for episode in episodes:
             if episode.ended:
                 continue
-            task = episode.task
-            if task is not None:
-                task.cancel()
-            # Ended here and now: a task that was never started is not told of its cancellation, and a workflow may
-            # take its time over it.
+            if episode.task is not None:
+                episode.task.cancel()
+            # Ended here and now: a workflow may take its time over it.
             episode.outcome = "cancelled"
-            self._end(episode)
+            self._end(episode, lane)
 
 
-def _name_of(workflow: Any) -> str:
-    return type(workflow).__name__
+def behind_error(group: Group) -> ArealError:
+    """The error of an engine that is not told of new versions: what it generates is too old from the start."""
+    return ArealError(
+        f"the inference engine generated with version {group.first_version} when training was at version "
+        f"{group.version}. Bring it the new weights (or call its set_version) before the controller's set_version."
+    )
 
 
-def _describe(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+# Past the conversion that attrs makes of every assignment.
+_set_group_id: Callable[[Trajectory, str], None] = Trajectory.group_id.__set__  # type: ignore[attr-defined]
+
+
+def _equal(before: contextvars.Context, after: contextvars.Context) -> bool:
+    try:
+        return before == after
+    except Exception:  # values that cannot be compared, such as arrays
+        return False

@@ -1,13 +1,16 @@
 import asyncio
+import itertools
 import subprocess
 import sys
 
+import attrs
+import numpy as np
 import pytest
 from rollout_fakes import FakeEngine
 
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from areal_core.errors import ArealError, BadInputError
-from areal_core.rollout.context import EpisodeEngine, request_seed
+from areal_core.rollout.context import EpisodeEngine, _with_seed, group_seed, request_seed
 
 GCONFIG = GenerationHyperparameters(max_new_tokens=6)
 
@@ -18,42 +21,76 @@ def request(**changes):
 
 def test_seed_when_computed_in_another_process_is_equal():
     program = (
-        "import sys; from areal_core.rollout.context import request_seed; "
-        "sys.stdout.write(str(request_seed(1, 'train', '0-5', 2, 0, 1)))"
+        "import sys; from areal_core.rollout.context import group_seed; "
+        "sys.stdout.write(str(group_seed(1, 'train', '0-5')))"
     )
 
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
 
-    assert int(other.stdout) == request_seed(1, "train", "0-5", 2, 0, 1)
+    assert int(other.stdout) == group_seed(1, "train", "0-5")
 
 
 def test_seed_when_anything_differs_differs():
-    base = (1, "train", "0-5", 2, 0, 1)
-    others = [
-        (2, "train", "0-5", 2, 0, 1),
-        (1, "eval", "0-5", 2, 0, 1),
-        (1, "train", "1-5", 2, 0, 1),
-        (1, "train", "0-5", 3, 0, 1),
-        (1, "train", "0-5", 2, 1, 1),
-        (1, "train", "0-5", 2, 0, 2),
+    groups = [
+        group_seed(*key) for key in [(1, "train", "0-5"), (2, "train", "0-5"), (1, "eval", "0-5"), (1, "train", "1")]
     ]
+    places = list(itertools.product(range(16), range(3), range(16)))
 
-    seeds = {request_seed(*key) for key in [base, *others]}
+    seeds = {request_seed(group, *place) for group in groups for place in places}
 
-    assert len(seeds) == 7
+    assert len(set(groups)) == len(groups)
+    assert len(seeds) == len(groups) * len(places)
     assert all(0 <= seed < 2**53 for seed in seeds)
+
+
+def test_seeds_when_of_neighbours_have_bits_as_good_as_coins():
+    seeds = [request_seed(7, sample, 0, turn) for sample in range(64) for turn in range(64)]
+
+    ones = np.array([[seed >> bit & 1 for bit in range(53)] for seed in seeds])
+
+    # 4096 throws: five standard deviations are 160.
+    assert np.abs(ones.sum(0) - 2048).max() < 160
+    neighbours = (ones[1:] != ones[:-1]).sum(1).mean()
+    assert abs(neighbours - 26.5) < 0.5
+
+
+def test_seeding_when_a_request_has_every_option_keeps_the_others():
+    full = GenerationHyperparameters(
+        max_new_tokens=3,
+        min_new_tokens=2,
+        max_tokens=9,
+        greedy=True,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=4,
+        min_p=0.125,
+        stop_token_ids=[5],
+        stop=["x"],
+        ignore_eos=True,
+        frequency_penalty=0.75,
+    )
+    unset = {name for name, value in attrs.asdict(full).items() if value == getattr(GenerationHyperparameters(), name)}
+    assert unset == {"n_samples", "seed"}, "the test names every option"
+
+    copy = _with_seed(full, 11)
+
+    assert copy == full.new(seed=11)
+    assert type(copy) is GenerationHyperparameters and full.seed is None
+    with pytest.raises(ValueError, match="must be <= 1"):
+        copy.top_p = 2.0
 
 
 async def test_requests_when_sent_are_seeded_and_tagged_and_the_original_is_left_alone():
     engine, mine = FakeEngine(), request()
-    episode = EpisodeEngine(engine, run_seed=3, split="train", uid="0-5", sample=2)
+    row_seed = group_seed(3, "train", "0-5")
+    episode = EpisodeEngine(engine, "0-5", sample=2, attempt=1, seed=row_seed)
 
     await episode.agenerate(mine)
     await episode.agenerate(mine)
 
-    assert [r.gconfig.seed for r in engine.requests] == [request_seed(3, "train", "0-5", 2, 0, t) for t in (0, 1)]
-    assert [r.rid for r in engine.requests] == ["0-5/2/0/0", "0-5/2/0/1"]
-    assert engine.requests[0].metadata == {"episode_id": "0-5/2/0"}
+    assert [r.gconfig.seed for r in engine.requests] == [request_seed(row_seed, 2, 1, turn) for turn in (0, 1)]
+    assert [r.rid for r in engine.requests] == ["0-5/2/1/0", "0-5/2/1/1"]
+    assert engine.requests[0].metadata == {"episode_id": "0-5/2/1"}
     assert engine.requests[0].gconfig == GCONFIG.new(seed=engine.requests[0].gconfig.seed)
     assert mine.gconfig.seed is None and mine.metadata == {}
     assert (episode.requests, episode.generated_tokens) == (2, 6)

@@ -1,8 +1,7 @@
 import numpy as np
-import pytest
 
 from areal_core.api.io_struct import Trajectory
-from areal_core.rollout.episode import Episode, Group, oldest_version
+from areal_core.rollout.episode import Episode, Group, read_first_versions
 from areal_core.rollout.stats import outcome_stats, trajectory_stats
 
 
@@ -56,11 +55,17 @@ def test_trajectory_stats_when_there_are_none_are_empty():
     assert trajectory_stats([], version=0, prefix="eval") == {}
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_oldest_version_when_computed_together_is_the_least_of_each(count):
-    expected = min((t.first_version for t in TRAJECTORIES[:count]), default=-1)
+def test_first_versions_when_read_together_are_those_of_each_group():
+    groups = [Group({}, str(n), 2, None, "train") for n in range(4)]
+    for group, trajectories in zip(groups, [[1], [0], [], [0, 1]], strict=True):
+        for episode, index in zip(group.episodes, trajectories, strict=False):
+            episode.outcome, episode.trajectories = "accepted", [TRAJECTORIES[index]]
+    # Of an episode that was rejected, nothing counts.
+    groups[1].episodes[1].trajectories = [TRAJECTORIES[1]]
 
-    assert oldest_version(TRAJECTORIES[:count]) == expected
+    read_first_versions(groups)
+
+    assert [group.first_version for group in groups] == [4, 5, -1, 4]
 
 
 def test_outcome_stats_when_counted_name_the_reasons():

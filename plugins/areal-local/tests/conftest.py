@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,62 @@ def make_model() -> Callable[..., Any]:
 @pytest.fixture
 def model() -> Any:
     return build_model("qwen3")
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``build_model("qwen3")`` in Hugging Face layout."""
+    folder = tmp_path_factory.mktemp("models") / "qwen3"
+    build_model("qwen3").save_pretrained(folder)
+    return folder
+
+
+def start_engine(folder: Path, *, keep_kv: bool = False, staleness: int = 1, **options: Any) -> LocalEngine:
+    config = InferenceEngineConfig(
+        max_head_offpolicyness=staleness,
+        weight_update_keep_kv=keep_kv,
+        plugin_options={"local": LocalConfig(**options)},
+    )
+    engine = LocalEngine(config)
+    engine.initialize(str(folder))
+    return engine
+
+
+@pytest.fixture
+def start(model_folder: Path) -> Iterator[Callable[..., LocalEngine]]:
+    """``start(keep_kv=False, staleness=1, **local_options)``: an engine that has loaded ``model_folder``."""
+    engines: list[LocalEngine] = []
+
+    def run(folder: Path = model_folder, **options: Any) -> LocalEngine:
+        engines.append(start_engine(folder, **options))
+        return engines[-1]
+
+    yield run
+    for engine in engines:
+        engine.destroy()
+
+
+@pytest.fixture(scope="session")
+def hosts(model_folder: Path) -> Iterator[Callable[[str], LocalEngine]]:
+    """``hosts("thread" or "process")``: an engine of four rows that all tests share; a process takes long to start."""
+    engines: dict[str, LocalEngine] = {}
+
+    def get(mode: str) -> LocalEngine:
+        if mode not in engines:
+            engines[mode] = start_engine(model_folder, process=mode == "process", max_batch_size=4)
+        return engines[mode]
+
+    yield get
+    for engine in engines.values():
+        engine.destroy()
+
+
+@pytest.fixture(params=["thread", "process"])
+def host_engine(request: pytest.FixtureRequest, hosts: Callable[[str], LocalEngine]) -> LocalEngine:
+    """The shared engines, one after the other, with the weights of ``model_folder`` at version 0."""
+    engine = hosts(request.param)
+    engine.update_weights_from_memory(build_model("qwen3").named_parameters(), 0)
+    return engine
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def areal_algorithms() -> list[Registration]:
             name="dapo",
             target="areal_core.algorithms.dapo:DAPO",
             config="areal_core.algorithms.dapo:DAPOConfig",
-            description="Clip-higher, token mean, overlong penalty; no dynamic sampling (arXiv:2503.14476)",
+            description="Clip-higher, dynamic sampling, token mean, overlong penalty (arXiv:2503.14476)",
         ),
         Registration(
             name="reinforce",
@@ -80,6 +80,22 @@ def areal_algorithms() -> list[Registration]:
             target="areal_core.algorithms.sapo:SAPO",
             config="areal_core.algorithms.sapo:SAPOConfig",
             description="Soft gate on the ratio instead of a clip (arXiv:2511.20347)",
+        ),
+        Registration(
+            name="m2po",
+            target="areal_core.algorithms.m2po:M2PO",
+            config="areal_core.algorithms.m2po:M2POConfig",
+            description="Bounded second moment of the log-ratio, for stale samples (arXiv:2510.01161)",
+        ),
+        Registration(
+            name="liteppo",
+            target="areal_core.algorithms.liteppo:LitePPO",
+            description="Mean of the group, deviation of the batch, token mean (arXiv:2508.08221)",
+        ),
+        Registration(
+            name="gdpo",
+            target="areal_core.algorithms.gdpo:GDPO",
+            description="Several rewards, each normalised for itself (arXiv:2601.05242)",
         ),
     ]
 

@@ -1,12 +1,11 @@
-"""DAPO's loss and reward: clip-higher, token mean, soft overlong punishment (arXiv:2503.14476).
+"""DAPO: clip-higher, dynamic sampling, token mean, soft overlong punishment (arXiv:2503.14476).
 
-Its dynamic sampling (new prompts in place of groups without variance) is not part of this: such groups have
-advantage 0. Imports torch only when it computes, so that reading ``presets`` is cheap.
+Imports torch only when it computes, so that reading ``presets`` is cheap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -22,6 +21,12 @@ from areal_core.errors import ConfigError
 class DAPOConfig:
     """Options of the algorithm `dapo`."""
 
+    dynamic_sampling: bool = option(
+        True, "Sample other prompts in place of groups whose rewards are all equal, until the batch is full."
+    )
+    max_sampled_batches: int = option(
+        10, "Most groups sampled for one step, in batches; then the step has what passed. None passed: an error.", ge=1
+    )
     overlong_max_length: int | None = option(
         None,
         "Sampled tokens from which on the overlong penalty is full, e.g. ${gconfig.max_new_tokens}; None: no penalty.",
@@ -36,11 +41,13 @@ class DAPOConfig:
 class DAPO(CriticFree):
     """GRPO's advantages, clip range 0.2 below and 0.28 above 1 (eq. 10), mean over tokens (eq. 12), no KL.
 
+    Groups whose rewards are all equal do not enter the batch (eq. 11): their advantage is 0, and they only thin it out.
     With ``overlong_max_length`` the rewards are ``r + overlong_penalty * R_length`` (eq. 13) before anything else.
 
     Args:
         config: the ``actor`` section.
-        overlong_max_length, overlong_cache_length, overlong_penalty: see ``DAPOConfig``.
+        overlong_max_length, overlong_cache_length, overlong_penalty, dynamic_sampling, max_sampled_batches: see
+            ``DAPOConfig``.
     """
 
     name = "dapo"
@@ -60,8 +67,11 @@ class DAPO(CriticFree):
         overlong_max_length: int | None = None,
         overlong_cache_length: int | None = None,
         overlong_penalty: float = 1.0,
+        dynamic_sampling: bool = True,
+        max_sampled_batches: int = 10,
     ) -> None:
         super().__init__(config)
+        self.dynamic_sampling, self._max_sampled_batches = dynamic_sampling, max_sampled_batches
         self.max_length, self.cache_length = overlong_max_length, overlong_cache_length
         self.penalty = overlong_penalty
 
@@ -82,6 +92,17 @@ class DAPO(CriticFree):
                 "completion would be punished. Use about a fifth of it.",
                 key="algorithm.dapo.overlong_cache_length",
             )
+
+    @property
+    def filters_groups(self) -> bool:
+        return self.dynamic_sampling
+
+    def accepts_group(self, rewards: Sequence[float]) -> bool:
+        return not self.dynamic_sampling or min(rewards) < max(rewards)
+
+    @property
+    def max_sampled_batches(self) -> int:
+        return self._max_sampled_batches
 
     def compute_advantages(self, batch: PackedBatch) -> tuple[PackedBatch, dict[str, float]]:
         """As for GRPO, of punished rewards; ``rewards`` of the batch and their statistics stay without the penalty."""

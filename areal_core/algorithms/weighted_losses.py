@@ -23,6 +23,19 @@ def reinforce_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantage
     return PolicyLoss(-advantages * logprobs, ratio, nothing, nothing)
 
 
+def surrogate_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> PolicyLoss:
+    """``-r A`` with ``r = exp(logprobs - old_logprobs)``, without a clip: what PPO (arXiv:1707.06347, eq. 6) clips.
+
+    Args:
+        logprobs: ``[T]``, of the current policy; gradients flow through it.
+        old_logprobs: ``[T]``, of the policy the ratio is taken to.
+        advantages: ``[T]``.
+    """
+    ratio = probability_ratio(logprobs, old_logprobs)
+    nothing = torch.zeros_like(ratio, dtype=torch.bool)
+    return PolicyLoss(-advantages * ratio, ratio.detach(), nothing, nothing)
+
+
 def cispo_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
@@ -57,6 +57,24 @@ class Algorithm(abc.ABC):
     def zero_advantage_is_zero_gradient(self) -> bool:
         """Whether a sequence whose advantages are all 0 adds nothing to the gradient, so that it needs no forward."""
         return False
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether ``accepts_group`` may refuse: other prompts are then sampled in place of the groups it refuses."""
+        return False
+
+    def accepts_group(self, rewards: Sequence[float]) -> bool:
+        """Whether a complete group may enter a batch; called in the rollout's thread, without torch.
+
+        Args:
+            rewards: of the group's accepted samples.
+        """
+        return True
+
+    @property
+    def max_sampled_batches(self) -> int:
+        """Bound on dynamic sampling: at most so many batches' worth of groups are sampled for one step."""
+        return 10
 
     @abc.abstractmethod
     def compute_advantages(self, batch: PackedBatch) -> tuple[PackedBatch, dict[str, float]]:

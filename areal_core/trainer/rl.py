@@ -84,7 +84,7 @@ class RLTrainer:
         engine: InferenceEngine | None = None
         if world.is_main:
             engine = build_inference_engine(config.rollout, config.actor.dtype, manager)
-            self.rollouts = Rollouts(config, engine, self.tokenizer, train_rows, manager, session, stop)
+            self.rollouts = Rollouts(config, engine, self.tokenizer, train_rows, manager, session, stop, self.algorithm)
         self.weight_update = WeightUpdateMeta(
             type=world.agree(_weight_update_type(config, engine) if engine is not None else None),
             path=config.run.path / "weights" / "update",

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from areal_core.api.io_struct import GenerationHyperparameters
 from areal_core.data.loader import DataLoader
-from areal_core.data.packing import pack_trajectories
+from areal_core.data.packing import pack_trajectories, reward_labels
+from areal_core.errors import ArealError
 from areal_core.rollout.build import build_workflow
 from areal_core.rollout.controller import RolloutController
 from areal_core.rollout.episode import RolloutInterrupted
+from areal_core.rollout.refill import NoGroupPassed
 from areal_core.trainer.loading import load_dataset
 
 if TYPE_CHECKING:
+    from areal_core.api.algorithm_api import Algorithm
     from areal_core.api.batch import PackedBatch
     from areal_core.api.configs import RLConfig
     from areal_core.api.engine_api import InferenceEngine
@@ -41,8 +44,10 @@ class Rollouts:
         manager: PluginManager,
         session: RunSession | None,
         stop: StopSignal,
+        algorithm: Algorithm | None = None,
     ) -> None:
         self.config = config
+        self.algorithm = algorithm
         self.engine = engine
         self.session = session
         self.loader: DataLoader | None = None
@@ -74,6 +79,7 @@ class Rollouts:
             seed=config.seed,
             on_outcome=self._record,
             should_stop=stop,
+            **self._group_filter(),
         )
         if session is not None:
             session.directory.trajectories.tokenizer = tokenizer
@@ -95,9 +101,40 @@ class Rollouts:
             result = self.controller.prepare_batch(self.loader)
         except RolloutInterrupted:
             return None
+        except NoGroupPassed as error:
+            raise self._nothing_varies(error) from error
         stats.scalars(result.stats)
         stats.scalars(self.engine.export_stats(), "engine")
-        return pack_trajectories(result.trajectories)
+        return self._pack(result.trajectories)
+
+    def _pack(self, trajectories: Sequence[Trajectory]) -> PackedBatch:
+        batch = pack_trajectories(trajectories)
+        if "reward_terms" not in batch:
+            return batch
+        sections = self.config.rewards
+        weights = [sections[label].weight if label in sections else 1.0 for label in reward_labels(trajectories)]
+        terms = batch["reward_terms"]
+        return batch.with_rows(reward_weights=terms.new_tensor(weights).expand_as(terms).contiguous())
+
+    def _group_filter(self) -> dict[str, Any]:
+        """Dynamic sampling of the algorithm, as options of the controller."""
+        algorithm = self.algorithm
+        if algorithm is None or not algorithm.filters_groups:
+            return {}
+        return {
+            "should_accept_group": lambda group: algorithm.accepts_group([t.reward for t in group]),
+            "max_tried_groups": algorithm.max_sampled_batches * self.config.train_dataset.batch_size,
+        }
+
+    def _nothing_varies(self, error: NoGroupPassed) -> ArealError:
+        name = self.config.algorithm.name
+        return ArealError(
+            f"{name} accepted none of the {error.tried} groups of {self.config.gconfig.n_samples} samples that were "
+            f"tried for step {self._step}: there is nothing to learn from. Their mean reward is "
+            f"{error.mean_reward:.3g}; where all samples of a prompt have the same reward the task is too hard or too "
+            "easy for the model. Use other prompts, a reward in finer steps or more samples per prompt "
+            f"(gconfig.n_samples), or raise the bound (algorithm.{name}.max_sampled_batches for a built-in algorithm)."
+        )
 
     def step_finished(self, step: int) -> None:
         self._state = self._snapshot()

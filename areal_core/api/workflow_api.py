@@ -20,6 +20,9 @@ class RolloutWorkflow(abc.ABC):
 
     The constructor receives by keyword what it has parameters for: ``gconfig`` (GenerationHyperparameters),
     ``tokenizer``, ``reward_fn`` (already wrapped: ``await reward_fn(...)``), and the plugin's own options.
+
+    A workflow may have ``export_stats() -> dict[str, float]``: counts since its last call, which become the metrics
+    ``rollout/NAME`` (``eval/NAME``) of a batch.
     """
 
     @abc.abstractmethod
@@ -39,8 +42,11 @@ class RolloutWorkflow(abc.ABC):
 
 @runtime_checkable
 class AgentWorkflow(Protocol):
-    """A plain object that plays an episode by itself, through an OpenAI-compatible client it is given."""
+    """A plain object that plays an episode by itself, through an OpenAI-compatible client it is given.
+
+    See ``areal_core.rollout.agents.workflow.AgentRunner`` for the keywords of ``run`` and for what is recorded.
+    """
 
     async def run(self, data: dict[str, Any], **kwargs: Any) -> Any:
-        """Play one episode and return its reward: a float, or a dict from completion id to float."""
+        """Play one episode and return its reward: a float, or a dict from completion id to float; None rejects it."""
         ...

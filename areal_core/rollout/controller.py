@@ -489,6 +489,8 @@ class RolloutController:
         # An evaluation reads them too, so that its calls do not show in the next batch.
         shown = "" if prefix == "rollout" else f"{prefix}/"
         stats.update({f"{shown}{name}": value for name, value in self._reward_stats().items()})
+        counts = getattr(groups[0].workflow if groups else self.workflow, "export_stats", None)
+        stats.update({f"{prefix}/{name}": value for name, value in ({} if counts is None else counts()).items()})
         self._report(ended)
         return RolloutResult(trajectories, stats)
 

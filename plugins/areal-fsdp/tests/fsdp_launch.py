@@ -26,7 +26,7 @@ def launch(processes: int, script: str, out: Path, arguments: list[str]) -> None
             with log.open("wb") as stream:
                 own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 workers.append(subprocess.Popen(command, env=own, stdout=stream, stderr=subprocess.STDOUT))
-        codes = [worker.wait(timeout=500) for worker in workers]
+        codes = [worker.wait(timeout=1700) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

@@ -59,7 +59,7 @@ def make(case: Case, folder: Path, **fields: Any) -> Any:
     options = FSDPConfig(
         sequence_parallel="nosp" not in case.flags,
         replicate=2 if "hsdp" in case.flags else 1,
-        logits_chunk_tokens=16,
+        logits_chunk_tokens=32,
         cpu_offload="offload" in case.flags,
         share_prompts="unshared" not in case.flags,
     )
@@ -69,7 +69,7 @@ def make(case: Case, folder: Path, **fields: Any) -> Any:
         backend=case.backend,
         optimizer=cases.sgd(lr=LR, gradient_clipping=CLIP),
         options=options,
-        max_tokens=60,
+        max_tokens=100,
         role="critic" if "critic" in case.flags else "actor",
         gradient_checkpointing="recompute" in case.flags,
         lora=lora,

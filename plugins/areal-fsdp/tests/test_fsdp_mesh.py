@@ -44,6 +44,7 @@ TWO_RANKS = [
     "qwen2/fsdp:t2/nosp/sdpa",
     "gpt_oss/fsdp:c2",
     "gemma2/fsdp:t2",
+    "qwen3/fsdp:d2/offload",
 ]
 FOUR_RANKS = [
     f"{arch}/{layout}"
@@ -107,14 +108,14 @@ def check(text: str, out: Path, reference: Callable[[Case], tuple[dict[str, floa
     actual_numbers = json.loads((out / f"{case.file}.json").read_text())
     actual = load_file(out / f"{case.file}.safetensors")
     # There is something to compare, and the clipping is active.
-    assert max(t.abs().max() for n, t in tensors.items() if n.startswith("gradient0.")) > 0.01
+    assert max(t.abs().max() for n, t in tensors.items() if n.startswith("gradient0.")) > 0.003
     assert numbers["grad_norm_0"] > mesh_cases.CLIP
     assert actual_numbers.keys() == numbers.keys()
     for name, value in numbers.items():
         assert actual_numbers[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert actual.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        atol = 2e-6 if name.startswith("gradient") else 1e-5
+        atol = 1e-6 if name.startswith("gradient") else 1e-5
         assert_close(actual[name], tensor, rtol=1e-5, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -124,12 +125,14 @@ def test_training_when_on_two_ranks_expected_that_of_one(text: str, fast: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # all cases of a launch run in the first one's fixture
 @pytest.mark.parametrize("text", TWO_RANKS)
 def test_training_when_on_any_mesh_of_two_expected_that_of_one(text: str, two_ranks: Path, expected: Callable) -> None:
     check(text, two_ranks, expected)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # all cases of a launch run in the first one's fixture
 @pytest.mark.parametrize("text", FOUR_RANKS)
 def test_training_when_on_any_mesh_of_four_expected_that_of_one(
     text: str, four_ranks: Path, expected: Callable

@@ -35,5 +35,11 @@ class FSDPConfig:
         True, "With t > 1: norms and the residual stream hold a part of the tokens on each rank, not all of them."
     )
     reshard_after_forward: bool = option(True, "Free gathered parameters of a layer between forward and backward.")
+    wrap_layers: list[str] = option(
+        factory=list, help="Classes whose modules are gathered one at a time; none: the model's decoder layers."
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "Type in which gradients are added up over the data-parallel ranks."
+    )
     cpu_offload: bool = option(False, "Keep sharded parameters, gradients and optimizer state in host memory.")
     max_shard_size: str = option("5GB", "Largest safetensors file of an export.")

@@ -61,6 +61,7 @@ class FSDPEngine(TrainEngine):
         self.folder = Path()
         self.version = 0
         self.steps = 0
+        self.role = "actor"
         self.is_critic = False
         self.background_save: BackgroundSave | None = None
         self.background_group: dist.ProcessGroup | None = None
@@ -93,12 +94,13 @@ class FSDPEngine(TrainEngine):
             raise BadInputError(f"role: {role!r} is not one of actor, ref, critic, reward.")
         config = self.config
         self._check_dtypes(role)
+        self.role = role
         self.is_critic = role in ("critic", "reward")
         error: Exception | None = None
         try:
             self.folder = loading.resolve_folder(config.path, key=f"{role}.path")
             model = self.build_model(self.folder, from_scratch=config.init_from_scratch)
-            check_parallel(model, mesh, config, self.options)
+            check_parallel(model, mesh, config, self.options, key=role)
             if self.options.disable_dropout:
                 loading.disable_dropout(model)
             if config.lora is not None:
@@ -147,7 +149,7 @@ class FSDPEngine(TrainEngine):
         """The whole model of a folder on the CPU, as this engine's role and options want it."""
         config = self.config
         hf_config = loading.load_hf_config(folder, trust_remote_code=config.trust_remote_code)
-        check_heads(hf_config, tensor=self.mesh.tp_size, context=self.mesh.cp_size)
+        check_heads(hf_config, tensor=self.mesh.tp_size, context=self.mesh.cp_size, key=f"{self.role}.backend")
         return loading.build_model(
             folder,
             hf_config=hf_config,

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Renamed in torch 2.13, with the same arguments.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class _Copy(torch.autograd.Function):
     @staticmethod
@@ -76,14 +80,14 @@ class _AllToAll(torch.autograd.Function):
 def _all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.contiguous()
     out = x.new_empty((len(x) * dist.get_world_size(group), *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x, group=group)
+    _gather_into(out, x, group=group)
     return out
 
 
 def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x = x.contiguous()
     out = x.new_empty((len(x) // dist.get_world_size(group), *x.shape[1:]))
-    dist.reduce_scatter_tensor(out, x, group=group)
+    _reduce_into(out, x, group=group)
     return out
 
 

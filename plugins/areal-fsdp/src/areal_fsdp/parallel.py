@@ -11,37 +11,53 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from areal_core.api.configs import TrainEngineConfig
-from areal_core.errors import BadInputError
+from areal_core.errors import BadInputError, did_you_mean
 from areal_fsdp.attention import ATTENTION_NAME
 from areal_fsdp.config import FSDPConfig
+from areal_fsdp.loading import DTYPES
 from areal_fsdp.mesh import Mesh
 from areal_fsdp.scorer import Scorer
 from areal_fsdp.tensor_parallel import parallelize
 from areal_fsdp.ulysses import Ulysses
 
 
-def check_parallel(model: Any, mesh: Mesh, config: TrainEngineConfig, options: FSDPConfig) -> None:
-    """Raise if a model cannot do what the mesh asks for.
+def check_parallel(
+    model: Any, mesh: Mesh, config: TrainEngineConfig, options: FSDPConfig, *, key: str = "actor"
+) -> None:
+    """Raise if a model cannot do what the mesh and the options ask for.
+
+    Args:
+        key: where the engine's configuration stands, for messages.
 
     Raises:
         BadInputError: naming the key.
     """
     packed = getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME
+    present = {type(module).__name__ for module in model.modules()}
+    for name in options.wrap_layers:
+        if name not in present:
+            known = ", ".join(sorted(model._no_split_modules or present))
+            raise BadInputError(
+                f"{key}.fsdp.wrap_layers: {type(model).__name__} has no module {name!r}; its layers are {known}."
+                f"{did_you_mean(name, present)}"
+            )
     padded = f"which model type {model.config.model_type!r} does not have with attn_impl={config.attn_impl}"
     if mesh.cp_size > 1 and not packed:
         raise BadInputError(
-            f"backend: c{mesh.cp_size} needs packed attention, {padded}. Set attn_impl to auto, or use fsdp:dXtY."
+            f"{key}.backend: c{mesh.cp_size} needs packed attention, {padded}. Set attn_impl to auto, or use fsdp:dXtY."
         )
     if mesh.tp_size == 1:
         return
     if options.sequence_parallel and not packed:
         raise BadInputError(
-            f"fsdp.sequence_parallel: needs packed attention, {padded}. Set it to false, or attn_impl to auto."
+            f"{key}.fsdp.sequence_parallel: needs packed attention, {padded}. Set it to false, or attn_impl to auto."
         )
     if not options.disable_dropout:
-        raise BadInputError("fsdp.disable_dropout: must be true with tensor parallelism, whose ranks draw other masks.")
+        raise BadInputError(
+            f"{key}.fsdp.disable_dropout: must be true with tensor parallelism, whose ranks draw other masks."
+        )
     if config.lora is not None and config.lora.dropout > 0:
-        raise BadInputError("lora.dropout: must be 0 with tensor parallelism, whose ranks draw other masks.")
+        raise BadInputError(f"{key}.lora.dropout: must be 0 with tensor parallelism, whose ranks draw other masks.")
 
 
 def broadcast_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -73,10 +89,9 @@ def build_scorer(
 
 
 def shard_model(scorer: Scorer, mesh: Mesh, compute_dtype: torch.dtype, options: FSDPConfig) -> None:
-    """Apply ``fully_shard`` in place. Gradients are summed over the ranks, in fp32, never averaged."""
+    """Apply ``fully_shard`` in place. Gradients are summed over the ranks, never averaged."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
-    layer_names = set(scorer.model._no_split_modules or [])
-    layers = [m for m in scorer.model.modules() if type(m).__name__ in layer_names]
+    layers = _layers(scorer.model, options.wrap_layers)
     mixed = next(scorer.parameters()).dtype != compute_dtype
     assert mesh.fsdp_mesh is not None
     shards = mesh.fsdp_mesh.size(-1)
@@ -84,7 +99,7 @@ def shard_model(scorer: Scorer, mesh: Mesh, compute_dtype: torch.dtype, options:
         is_root = module is scorer
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype if mixed else None,
-            reduce_dtype=torch.float32,
+            reduce_dtype=DTYPES[options.reduce_dtype],
             output_dtype=torch.float32 if is_root and mixed else None,
         )
         fully_shard(
@@ -100,6 +115,12 @@ def shard_model(scorer: Scorer, mesh: Mesh, compute_dtype: torch.dtype, options:
             # The engine divides by the total weight itself. gloo has no scaled sum, hence the second line.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _layers(model: Any, names: list[str]) -> list[nn.Module]:
+    """The modules of the named classes, or the decoder layers."""
+    chosen = set(names or model._no_split_modules or [])
+    return [module for module in model.modules() if type(module).__name__ in chosen]
 
 
 def _shard_dim(parameter: nn.Parameter, shards: int) -> Shard | None:

@@ -294,8 +294,8 @@ def _single_turn(
     start = len(prompt)
     trajectory: Trajectory = object.__new__(_Unconverted)
     trajectory.input_ids = np.array([*prompt, *output], _INT64)
-    trajectory.loss_mask = mask = np.zeros(start + len(output), _BOOL)
-    mask[start:] = True
+    trajectory.loss_mask = np.zeros(start + len(output), _BOOL)
+    trajectory.loss_mask[start:] = True
     trajectory.logprobs = np.array([0.0] * start + [*response.output_logprobs], _FLOAT32)
     trajectory.versions = np.array([-1] * start + [*response.output_versions], _INT32)
     trajectory.reward = reward

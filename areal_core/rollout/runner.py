@@ -406,7 +406,7 @@ def behind_error(group: Group) -> ArealError:
 
 
 # Past the conversion that attrs makes of every assignment.
-_set_group_id: Callable[[Trajectory, str], None] = Trajectory.group_id.__set__  # type: ignore[attr-defined]
+_set_group_id: Callable[[Trajectory, str], None] = vars(Trajectory)["group_id"].__set__
 
 
 def _equal(before: contextvars.Context, after: contextvars.Context) -> bool:

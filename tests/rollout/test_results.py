@@ -1,3 +1,4 @@
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -107,3 +108,60 @@ def test_results_when_nothing_is_returned_give_none(result):
 def test_results_when_malformed_name_workflow_and_field(result, message):
     with pytest.raises(WorkflowResultError, match=message):
         as_trajectories(result, "w")
+
+
+@pytest.mark.parametrize("fields", [{}, {"metadata": {"a": 1}, "rewards": {"b": 0.5}}, {"group_id": "g"}], ids=str)
+@pytest.mark.parametrize("reward", [1.5, 2, np.float32(0.5)])
+@pytest.mark.parametrize("output", [[], [4, 5]])
+def test_trajectory_when_made_of_one_response_equals_that_of_its_only_turn(output, reward, fields):
+    response = ModelResponse(
+        input_tokens=[1, 2, 3],
+        output_tokens=output,
+        output_logprobs=[-0.25] * len(output),
+        output_versions=[3] * len(output),
+        stop_reason="length",
+        latency=2.5,
+    )
+
+    quick = Trajectory.from_response(response, reward, **fields)
+    slow = Trajectory.from_turns([response], reward, **fields)
+
+    assert type(quick) is Trajectory
+    for attribute in attrs.fields(Trajectory):
+        one, other = getattr(quick, attribute.name), getattr(slow, attribute.name)
+        if isinstance(other, np.ndarray):
+            assert one.dtype == other.dtype and one.flags.writeable
+            np.testing.assert_array_equal(one, other)
+        else:
+            assert one == other and type(one) is type(other), attribute.name
+    quick.logprobs = [0.0] * len(quick)
+    assert quick.logprobs.dtype == np.float32
+
+
+def test_trajectory_when_a_response_lacks_a_logprob_says_so():
+    response = ModelResponse(input_tokens=[1], output_tokens=[2, 3], output_logprobs=[-1.0], output_versions=[0, 0])
+
+    with pytest.raises(ValueError, match=r"logprobs has shape \(2,\), but input_ids has length 3"):
+        Trajectory.from_response(response, 1.0)
+
+
+@pytest.mark.parametrize("length", [3, 10_000])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_results_when_a_logprob_is_not_finite_are_refused_at_any_length(length, bad):
+    mask = np.arange(length) > 0
+    made = Trajectory(
+        input_ids=np.ones(length),
+        loss_mask=mask,
+        logprobs=np.where(np.arange(length) == 2, bad, -1.0),
+        versions=np.where(mask, 0, -1),
+    )
+
+    with pytest.raises(WorkflowResultError, match="logprobs holds NaN or infinite"):
+        as_trajectories(made, "w")
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_results_when_squares_of_logprobs_overflow_are_still_good():
+    made = Trajectory(input_ids=[1, 2], loss_mask=[0, 1], logprobs=[0.0, -3e38], versions=[-1, 0])
+
+    assert as_trajectories(made, "w") == [made]

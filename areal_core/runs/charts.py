@@ -35,7 +35,14 @@ _DERIVED = "trained tokens per second"
 _CHARTS = (
     _Chart("Reward", (r"(rollout|train|eval)/reward", "reward"), "Mean over the step's samples."),
     _Chart(
-        "Reward spread", (r"rollout/reward_std",), "Deviation over all samples of a step; 0 leaves nothing to learn."
+        "Named rewards",
+        (r"(rollout|eval)/reward/(?!(?:calls|seconds)$)[^/]+",),
+        "What the reward is the sum of, without weights; means.",
+    ),
+    _Chart(
+        "Reward spread",
+        (r"rollout/reward_std(/[^/]+)?",),
+        "Deviation over all samples of a step; 0 leaves nothing to learn.",
     ),
     _Chart("Loss", (r"(train|actor|eval|critic)/loss", r"(train|actor)/policy_loss", "loss")),
     _Chart(
@@ -73,6 +80,7 @@ _CHARTS = (
         "Episodes of a step that gave no sample, and repeated tries.",
         idle=False,
     ),
+    _Chart("Reward errors", (r"(eval/)?reward/(\w+/)?errors/\w+",), "Calls of a reward that gave no number, by kind."),
     _Chart("Value function", (r"(train|critic)/value_(error|loss|clip_fraction)", r"critic/.*")),
 )
 

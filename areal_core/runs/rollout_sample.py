@@ -42,8 +42,10 @@ def _sample(line: dict[str, Any]) -> dict[str, Any]:
         "turns": line.get("n_turns"),
     }
     rewards = line.get("rewards")
-    if isinstance(rewards, dict) and len(rewards) > 1:
+    if isinstance(rewards, dict) and rewards:
         sample["rewards"] = rewards
+    if line.get("reason"):
+        sample["reason"] = str(line["reason"])
     if line.get("error"):
         sample["error"] = _cut(str(line["error"]))
     ids, start = line.get("input_ids"), line.get("prompt_len")
@@ -114,7 +116,7 @@ def sample_rollouts(run_path: Path, *, max_bytes: int, groups_per_step: int) -> 
             continue
         if split not in splits:
             splits[split] = _Groups(split, groups_per_step)
-        splits[split].add(step, str(line.get("group_id") or f"#{total}"), line)
+        splits[split].add(step, str(line.get("group_id") or line.get("uid") or f"#{total}"), line)
     chosen = {(step, split): groups for split, found in splits.items() for step, groups in found.steps.items()}
     vocabulary = read_vocabulary(folder) if folder.is_dir() else {}
     return {**_fit(chosen, vocabulary, max_bytes), "total": total}

@@ -78,12 +78,22 @@ def run_lengths(values: npt.NDArray[Any]) -> list[list[int]]:
     return [[int(values[start]), end - start] for start, end in itertools.pairwise(bounds)]
 
 
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
+
+
 class TrajectoryWriter:
     """Appends trajectories to ``{split}-00000.jsonl`` and so on, in a thread of its own. Thread-safe.
 
-    A line holds ``step``, ``time``, ``split``, ``outcome``, ``group_id``, ``reward``, ``rewards``, ``stop_reason``,
-    ``n_turns``, ``prompt_len``, ``length``, ``prompt``, ``completion``, ``input_ids`` ``[L]``, ``logprobs`` (of the
-    trained tokens only, rounded to 1e-4), ``loss_mask`` and ``versions`` (as ``[[value, count], ...]``), ``metadata``.
+    A line holds ``step``, ``time``, ``split``, ``outcome``, ``group_id``, ``reward``, ``rewards`` (the named ones,
+    unweighted), ``stop_reason``, ``n_turns``, ``latency`` and ``ttft`` (seconds in the engine, and to the first token;
+    null where not known), ``prompt_len``, ``length``, ``prompt``, ``completion``, ``input_ids`` ``[L]`` (prompt and
+    completion), ``logprobs`` (of the trained tokens only, rounded to 1e-4), ``loss_mask`` and ``versions`` (as
+    ``[[value, count], ...]``), ``metadata``.
+
+    A run adds ``uid`` (of the row), ``sample`` (in its group), ``reason`` and ``error`` (of an episode that was not
+    accepted), ``attempts``, ``seconds`` (of the episode, its reward included) and ``version`` (of the trainer when the
+    episode was collected). An episode that gave no trajectory has these, and none of the trajectory's fields.
 
     Args:
         folder: the ``trajectories/`` folder.
@@ -145,6 +155,8 @@ class TrajectoryWriter:
                 "rewards": dict(trajectory.rewards),
                 "stop_reason": trajectory.stop_reason,
                 "n_turns": trajectory.n_turns,
+                "latency": _rounded(trajectory.latency),
+                "ttft": _rounded(trajectory.ttft),
                 "prompt_len": start,
                 "length": len(trajectory),
             }

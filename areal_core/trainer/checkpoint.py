@@ -51,6 +51,7 @@ class Checkpointer:
         self.tokenizer = tokenizer
         self._last_saved_at = time.monotonic()
         self._last_saved_step = -1
+        self._restored = run_path
 
     # ------------------------------------------------------------------------------------------- training state
 
@@ -85,24 +86,31 @@ class Checkpointer:
         name = self.world.agree(latest[1].name if latest is not None else None)
         if name is None:
             return None
-        path = self.run_path / "checkpoints" / str(name)
+        self._restored = path = self.run_path / "checkpoints" / str(name)
         try:
             restored: dict[str, Any] = json.loads((path / "trainer.json").read_text())
             if not isinstance(restored, dict) or not isinstance(restored.get("step"), int):
-                raise ValueError(f"{path / 'trainer.json'} holds no step")
+                raise ValueError("trainer.json holds no 'step'")
             for engine_name, engine in self.engines.items():
                 engine.load(SaveLoadMeta(path=path / engine_name, weight_format="dcp", with_optim=True))
         except (OSError, ValueError, BadInputError) as error:
-            raise BadInputError(
-                f"{path}: this checkpoint cannot be read ({str(error).rstrip('.')}). "
-                "Remove the folder to go on from the one before, or start over with another run.name."
-            ) from error
+            raise _unreadable(path, str(error)) from error
         self._last_saved_step = int(restored["step"])
         if self.session is not None:
             # Steps after the checkpoint are done again: what they ranked is not true any more.
             best = self.session.directory.read_state().get("best", [])
             self._write_state(step=restored["step"], best=[b for b in best if b[0] <= restored["step"]])
         return restored
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within it, what :meth:`restore` gave is used; what it lacks is an error that names the file."""
+        try:
+            yield
+        except KeyError as error:
+            raise _unreadable(self._restored, f"trainer.json holds no {error.args[0]!r}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise _unreadable(self._restored, f"trainer.json: {error}") from error
 
     # -------------------------------------------------------------------------------------------------- weights
 
@@ -151,3 +159,10 @@ class Checkpointer:
         assert self.session is not None
         directory = self.session.directory
         directory.write_state({**directory.read_state(), **changes})
+
+
+def _unreadable(path: Path, reason: str) -> BadInputError:
+    return BadInputError(
+        f"{path}: this checkpoint cannot be read ({reason.rstrip('.')}). "
+        "Remove the folder to go on from the one before, or start over with another run.name."
+    )

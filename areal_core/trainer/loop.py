@@ -66,7 +66,8 @@ def run_loop(
     start = 0
     if restored is not None:
         start = int(restored["step"])
-        trainer.load_state(restored)
+        with checkpointer.reading():
+            trainer.load_state(restored)
         if session is not None:
             # The evaluation of the start is done again, too.
             session.directory.truncate(-1 if start == 0 and config.evaluation.at_start else start)

@@ -68,6 +68,14 @@ def misbehave_reward_fn(prompt, completions, prompt_ids, completion_ids, **data)
             return "1.0"
         case "list":
             return [1.0]
+        case "wrong length":
+            return [1.0, 0.0]
+        case "empty":
+            return []
+        case "torch tensor":
+            import torch
+
+            return torch.tensor(1.0)
         case "tensor":
             return TensorLike()
         case "array":

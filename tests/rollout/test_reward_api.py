@@ -1,6 +1,7 @@
 import asyncio
 import functools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -26,6 +27,8 @@ BAD = {
     "bool": ("type", "returned a bool: True"),
     "str": ("type", r"returned a str: '1\.0'"),
     "list": ("type", r"returned a list: \[1\.0\]"),
+    "wrong length": ("type", r"returned a list: \[1\.0, 0\.0\]"),
+    "empty": ("type", r"returned a list: \[\]"),
     "tensor": ("type", "returned a TensorLike"),
     "array": ("type", "returned a ndarray"),
 }
@@ -91,6 +94,36 @@ async def test_process_when_it_ends_fails_one_call_and_is_replaced(wrap, case, h
     assert await reward("p", "fine") == 1.0
 
 
+async def test_process_when_killed_in_a_call_fails_that_call_and_is_replaced(wrap):
+    reward = wrap(rewards.misbehave_reward_fn, timeout=30.0)
+    pid = int(await reward("p", "pid"))
+    hung = asyncio.ensure_future(reward("p", "hang"))
+    after = asyncio.ensure_future(reward("p", "fine"))
+    await asyncio.sleep(0)
+
+    os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(RewardError, match="SIGKILL") as info:
+        await hung
+    assert info.value.kind == "exited"
+    assert await after == 1.0
+    assert int(await reward("p", "pid")) != pid
+    assert reward.stats["exited"] == 1
+
+
+async def test_process_when_killed_between_calls_is_replaced(wrap):
+    reward = wrap(rewards.misbehave_reward_fn, timeout=30.0)
+    pid = int(await reward("p", "pid"))
+
+    os.kill(pid, signal.SIGKILL)
+
+    # The call that meets the death may be lost to it, and no other.
+    results = await asyncio.gather(*(reward("p", "fine") for _ in range(3)), return_exceptions=True)
+    assert results.count(1.0) >= 2
+    assert all(result == 1.0 or result.kind == "exited" for result in results)
+    assert await reward("p", "fine") == 1.0
+
+
 async def test_process_when_one_call_hangs_others_are_unaffected(wrap):
     reward = wrap(rewards.misbehave_reward_fn, max_workers=2)
     cases = ["fine" if index % 40 else "hang" for index in range(120)]
@@ -119,6 +152,14 @@ async def test_process_when_arguments_are_larger_than_a_socket_buffer_gets_them(
 
 async def test_process_when_started_has_not_loaded_torch(wrap):
     assert await wrap(rewards.misbehave_reward_fn, timeout=30.0)("p", "torch loaded") == 0.0
+
+
+async def test_process_when_it_gives_a_tensor_of_torch_says_so(wrap):
+    # Importing torch takes seconds there.
+    with pytest.raises(RewardError, match=r"returned a Tensor: tensor\(1\.\)") as info:
+        await wrap(rewards.misbehave_reward_fn, timeout=120.0)("p", "torch tensor")
+
+    assert info.value.kind == "type"
 
 
 async def test_process_when_calls_are_cancelled_goes_on(wrap):

@@ -203,6 +203,50 @@ def test_charts_when_a_run_is_long_then_points_are_means_of_equal_stretches() ->
     assert charts["axes"][axis][:2] == [4, 8] and values[:2] == [2.5, 6.5]
 
 
+def test_charts_when_rewards_are_named_then_each_has_a_curve_and_errors_show() -> None:
+    rows = [
+        {
+            "step": step,
+            "rollout/reward": 0.5,
+            "rollout/reward_std": 0.1,
+            "rollout/reward/format": 1.0,
+            "rollout/reward_std/format": 0.2,
+            "eval/reward/format": 0.9,
+            "eval/reward/calls": 8.0,
+            "reward/format/errors/nan": 2.0,
+            "reward/format/calls": 8.0,
+            "eval/reward/errors/none": 1.0,
+        }
+        for step in (1, 2)
+    ]
+
+    charts = {chart["title"]: [name for name, *_ in chart["series"]] for chart in arrange_charts(rows)["charts"]}
+
+    assert charts["Reward"] == ["rollout/reward"]
+    assert charts["Named rewards"] == ["rollout/reward/format", "eval/reward/format"]
+    assert charts["Reward spread"] == ["rollout/reward_std", "rollout/reward_std/format"]
+    assert charts["Reward errors"] == ["reward/format/errors/nan", "eval/reward/errors/none"]
+
+
+def test_sample_when_an_episode_gave_nothing_then_it_stands_with_its_group_and_says_why(
+    open_run: Open, trajectory: Callable[..., Any]
+) -> None:
+    run = open_run()
+    run.trajectories.write(1, trajectory(group_id="0-3", rewards={"a": 0.5}), prompt="2+2=", uid="0-3")
+    run.trajectories.write(
+        1, None, outcome="rejected", uid="0-3", reason="reward_nan", error="RewardError: reward 'a' returned NaN"
+    )
+    run.close()
+
+    (group,) = sample_rollouts(run.path, max_bytes=100_000, groups_per_step=4)["groups"]
+
+    assert (group["group"], group["prompt"]) == ("0-3", "2+2=")
+    accepted, rejected = group["samples"]
+    assert accepted["rewards"] == {"a": 0.5}
+    assert (rejected["outcome"], rejected["reason"], rejected["reward"]) == ("rejected", "reward_nan", None)
+    assert rejected["error"] == "RewardError: reward 'a' returned NaN"
+
+
 def test_charts_when_a_metric_is_unknown_then_it_still_has_a_chart(report: Path) -> None:
     data, _ = embedded(report)
 

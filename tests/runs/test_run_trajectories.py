@@ -23,7 +23,9 @@ def expand(runs: list[list[int]]) -> list[int]:
 
 def test_write_when_read_back_then_the_line_holds_the_trajectory(tmp_path: Path, trajectory: Make) -> None:
     writer = TrajectoryWriter(tmp_path)
-    original = trajectory("ab", "cde", reward=0.5, rewards={"x": 0.5}, metadata={"turn": 1}, stop_reason="length")
+    original = trajectory(
+        "ab", "cde", reward=0.5, rewards={"x": 0.5}, metadata={"turn": 1}, stop_reason="length", latency=0.12345
+    )
 
     writer.write(7, original, prompt="ab", completion="cde", outcome="accepted", split="eval")
     writer.close()
@@ -32,6 +34,7 @@ def test_write_when_read_back_then_the_line_holds_the_trajectory(tmp_path: Path,
     assert (line["step"], line["split"], line["outcome"], line["stop_reason"]) == (7, "eval", "accepted", "length")
     assert (line["prompt"], line["completion"], line["reward"], line["rewards"]) == ("ab", "cde", 0.5, {"x": 0.5})
     assert (line["prompt_len"], line["length"], line["metadata"]) == (2, 5, {"turn": 1})
+    assert (line["latency"], line["ttft"]) == (0.1235, None)
     assert line["input_ids"] == original.input_ids.tolist()
     assert expand(line["loss_mask"]) == original.loss_mask.astype(int).tolist()
     assert expand(line["versions"]) == original.versions.tolist()

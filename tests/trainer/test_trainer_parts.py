@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -207,6 +208,28 @@ def test_restore_when_trainer_json_is_damaged_names_the_checkpoint(
     assert engine.value == -1
 
 
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({}, "trainer.json holds no 'version'"),
+        ({"version": "x"}, "trainer.json: invalid literal for int"),
+        ({"version": None}, "trainer.json: int"),
+    ],
+)
+def test_reading_when_the_state_lacks_something_names_the_checkpoint(
+    make_checkpointer: Any, state: dict[str, Any], reason: str
+) -> None:
+    # Arrange
+    checkpointer, _ = make_checkpointer()
+    checkpointer.save(1, state)
+    restored = checkpointer.restore()
+
+    # Act / Assert
+    with pytest.raises(BadInputError) as caught, checkpointer.reading():
+        int(restored["version"])
+    assert f"step-000001: this checkpoint cannot be read ({reason}" in str(caught.value)
+
+
 def test_restore_when_an_engine_cannot_read_its_state_says_what_to_do(make_checkpointer: Any, tmp_path: Path) -> None:
     # Arrange
     checkpointer, engine = make_checkpointer()
@@ -336,6 +359,9 @@ class FakeCheckpointer:
 
     def restore(self) -> dict[str, Any] | None:
         return self.restored
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def due(self, step: int) -> bool:
         return self.freq is not None and step % self.freq == 0

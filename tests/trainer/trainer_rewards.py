@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from typing import Any
+
+import numpy as np
 
 
 def digits_reward_fn(
@@ -18,49 +22,6 @@ def length_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_
     return len(completions) / 100
 
 
-def _sometimes(completion_ids: list[int], bad: Any) -> Any:
-    """Misbehave for about one completion in four, decided by its tokens alone."""
-    if sum(completion_ids) % 4 == 0:
-        return bad()
-    return float(sum(completion_ids) % 7)
-
-
-def raises_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    def bad() -> float:
-        raise RuntimeError("sometimes broken")
-
-    return _sometimes(completion_ids, bad)
-
-
-def hangs_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    return _sometimes(completion_ids, lambda: time.sleep(3600))
-
-
-def none_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    return _sometimes(completion_ids, lambda: None)
-
-
-def nan_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    return _sometimes(completion_ids, lambda: float("nan"))
-
-
-def list_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    return _sometimes(completion_ids, lambda: [1.0])
-
-
-def tensor_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    def bad() -> Any:
-        import torch
-
-        return torch.tensor(1.0)
-
-    return _sometimes(completion_ids, bad)
-
-
-def exits_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
-    return _sometimes(completion_ids, lambda: os._exit(3))
-
-
 def always_raises_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
     raise RuntimeError("always broken")
 
@@ -72,3 +33,67 @@ def long_dataset(path: Any, split: str, *, kind: str, tokenizer: Any, max_length
 
 def wrong_columns_dataset(path: Any, split: str, *, kind: str, tokenizer: Any, max_length: Any) -> list[dict[str, Any]]:
     return [{"question": "7 + 5", "answer": "12"}] * 4
+
+
+def by_column_reward_fn(
+    prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, how: str, **data: Any
+) -> Any:
+    """Misbehaves as the column ``how`` says; else the number of tokens."""
+    match how:
+        case "raise":
+            raise ValueError("no such answer")
+        case "hang":
+            time.sleep(3600)
+        case "sys.exit":
+            sys.exit(3)
+        case "os._exit":
+            os._exit(5)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    answers = {"none": None, "nan": float("nan"), "inf": float("inf"), "bool": True, "str": "1.0", "array": np.ones(1)}
+    answers |= {"list": [1.0], "wrong length": [1.0, 0.0], "empty": []}
+    return answers.get(how, len(completion_ids))
+
+
+async def even_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    return digits_reward_fn(prompt, completions, prompt_ids, completion_ids)
+
+
+#: What a row of ``misbehaving_dataset`` does to ``by_column_reward_fn``, and the kind of error that is.
+MISBEHAVIOUR = {
+    "raise": "raised",
+    "hang": "timeout",
+    "sys.exit": "exited",
+    "os._exit": "exited",
+    "kill": "exited",
+    "none": "none",
+    "nan": "nan",
+    "inf": "inf",
+    "bool": "type",
+    "str": "type",
+    "array": "type",
+    "list": "type",
+    "wrong length": "type",
+    "empty": "type",
+}
+
+
+def misbehaving_dataset(path: Any, split: str, *, kind: str, tokenizer: Any, max_length: Any) -> list[dict[str, Any]]:
+    """One row for each way to misbehave, and two that do not."""
+    return [{"messages": [{"role": "user", "content": "7 + 5"}], "how": how} for how in (*MISBEHAVIOUR, "a", "b")]
+
+
+def half_misbehaving_dataset(
+    path: Any, split: str, *, kind: str, tokenizer: Any, max_length: Any
+) -> list[dict[str, Any]]:
+    """Four rows, one of which gives NaN."""
+    return [{"messages": [{"role": "user", "content": "7 + 5"}], "how": how} for how in ("a", "b", "nan", "c")]
+
+
+def rare_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    """1 for about one completion in three, decided by its tokens alone."""
+    return float(sum(completion_ids) % 3 == 0)
+
+
+def always_one_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    return 1.0

@@ -279,7 +279,7 @@
       node("span", { class: "reward", style: `background:${rewardColor(sample.reward)}` }, finite(sample.reward) ? format(sample.reward) : "no reward"),
       node("span", {}, `sample ${index + 1}`));
     const facts = [];
-    if (sample.outcome && sample.outcome !== "accepted") facts.push(sample.outcome);
+    if (sample.outcome && sample.outcome !== "accepted") facts.push(sample.reason ? `${sample.outcome}: ${sample.reason}` : sample.outcome);
     if (sample.stop) facts.push(`stop: ${sample.stop}`);
     if (finite(sample.tokens)) facts.push(`${sample.tokens} tokens`);
     if (sample.turns > 1) facts.push(`${sample.turns} turns`);

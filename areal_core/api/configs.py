@@ -382,6 +382,9 @@ class CheckpointConfig:
 
     freq_steps: int | None = option(None, "Save every so many steps.", ge=1)
     freq_secs: float | None = option(None, "Save when so many seconds have passed.", gt=0)
+    async_save: bool = option(
+        False, "Copy the training state and write it while the next steps run; costs host memory of its size."
+    )
     keep_last: int = option(1, "Resumable checkpoints to keep, newest first.", ge=1)
     keep_best: int = option(1, "Weights to keep (Hugging Face layout) by the metric below.", ge=0)
     metric: str | None = option(None, "Metric that ranks weights; null: eval/reward (rl) or eval/loss (others).")

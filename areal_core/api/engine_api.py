@@ -173,7 +173,23 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write weights (``hf``) or the whole training state (``dcp``) to ``meta.path``."""
+        """Write weights (``hf``) or the whole training state (``dcp``) to ``meta.path``.
+
+        With ``meta.background`` an engine may return as soon as it holds a copy: the files are complete when
+        ``finish_saving`` has returned.
+        """
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank still writes what it was told to save in the background."""
+        return False
+
+    def finish_saving(self) -> None:  # noqa: B027 - nothing to do for an engine that saves in the foreground
+        """Wait for the save in the background, if there is one. Collective.
+
+        Raises:
+            ArealError: on every rank, if it failed on any.
+        """
 
     @abc.abstractmethod
     def load(self, meta: SaveLoadMeta) -> None:

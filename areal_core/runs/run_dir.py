@@ -46,6 +46,8 @@ MAY_DIFFER = (
     "run.root",
     "num_threads",
 )
+#: Keys of backend strings whose sizes (after the colon) may change, but not the engine's name.
+MESH_MAY_DIFFER = ("actor.backend", "critic.backend", "ref.backend", "rollout.backend")
 _MOST_DIFFERENCES_SHOWN = 20
 _STEP = re.compile(r"\D*(\d+)")
 
@@ -76,7 +78,8 @@ def _flatten(value: Any, key: str = "") -> dict[str, Any]:
 def config_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with both values, but for those that may differ on resume.
 
-    A key that one side lacks counts as null there.
+    A key that one side lacks counts as null there. A train engine's mesh may change, the engine itself may not: a
+    checkpoint is read on any number of ranks, by the engine that wrote it.
     """
     old, new = _flatten(_plain(before)), _flatten(_plain(now))
     differences = {}
@@ -84,6 +87,8 @@ def config_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dic
         if any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_DIFFER):
             continue
         if old.get(key) in (None, {}) and new.get(key) in (None, {}):
+            continue
+        if key in MESH_MAY_DIFFER and _engine_of(old.get(key)) == _engine_of(new.get(key)):
             continue
         if old.get(key) != new.get(key):
             differences[key] = (old.get(key), new.get(key))
@@ -93,6 +98,10 @@ def config_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dic
         for key, pair in differences.items()
         if not (None in pair and any(other.startswith(f"{key}.") for other in differences))
     }
+
+
+def _engine_of(backend: Any) -> str | None:
+    return backend.partition(":")[0] if isinstance(backend, str) else None
 
 
 def _make_usable(path: Path) -> None:
@@ -292,7 +301,7 @@ def _check_same_config(path: Path, stored: Mapping[str, Any], now: Mapping[str, 
     raise BadInputError(
         f"{path}: this directory holds a run of another configuration, and resuming needs the same one. "
         "These keys differ:\n" + "\n".join(shown) + "\nSet them back, or use another run.name. "
-        f"(These may change: {', '.join(MAY_DIFFER)}.)"
+        f"(These may change: {', '.join(MAY_DIFFER)}, and the sizes in {', '.join(MESH_MAY_DIFFER)}.)"
     )
 
 

@@ -2,7 +2,8 @@
 
 ``checkpoints/step-000010/`` holds each engine's training state (torch.distributed.checkpoint) and ``trainer.json``:
 step, version, data position, rollout state. ``weights/step-000010/`` holds weights in Hugging Face layout.
-A folder appears under its name only when it is complete on disk.
+A folder appears under its name only when it is complete on disk. With ``checkpoint.async_save`` the training state is
+copied, and written while the next steps run; until it is complete, and if it never is, the checkpoint before it counts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from areal_core.api.io_struct import SaveLoadMeta
-from areal_core.errors import BadInputError
+from areal_core.errors import ArealError, BadInputError
+from areal_core.logging import getLogger
 from areal_core.runs.files import atomic_dir, remove
 from areal_core.runs.run_dir import list_checkpoints
 
@@ -25,6 +29,23 @@ if TYPE_CHECKING:
     from areal_core.api.engine_api import TrainEngine
     from areal_core.trainer.session import RunSession
     from areal_core.trainer.world import World
+
+
+logger = getLogger("Checkpointer")
+
+
+@attrs.frozen
+class _OpenCheckpoint:
+    """One that is being written.
+
+    Attributes:
+        final: its name when it is complete.
+        folder: leaving it without an exception gives the folder that name.
+    """
+
+    step: int
+    final: Path
+    folder: ExitStack
 
 
 class Checkpointer:
@@ -51,6 +72,7 @@ class Checkpointer:
         self.tokenizer = tokenizer
         self._last_saved_at = time.monotonic()
         self._last_saved_step = -1
+        self._open: _OpenCheckpoint | None = None
         self._restored = run_path
 
     # ------------------------------------------------------------------------------------------- training state
@@ -63,22 +85,68 @@ class Checkpointer:
         return by_step or by_time
 
     def save(self, step: int, trainer_state: Mapping[str, Any]) -> None:
-        """Write the checkpoint of ``step``. ``trainer_state`` is rank 0's; JSON-compatible."""
+        """Write the checkpoint of ``step``, or with ``async_save`` begin to: see ``poll`` and ``finish``.
+
+        Args:
+            trainer_state: rank 0's; JSON-compatible.
+
+        Raises:
+            ArealError: if it cannot be written; the checkpoint before it is untouched.
+        """
         if step == self._last_saved_step:
             return
+        self.finish()
         final = self.run_path / "checkpoints" / f"step-{step:06d}"
-        with self._folder(final) as folder:
+        with ExitStack() as stack, self._explained(step, final):
+            folder = stack.enter_context(self._folder(final))
             for name, engine in self.engines.items():
-                engine.save(SaveLoadMeta(path=folder / name, weight_format="dcp", with_optim=True))
+                engine.save(
+                    SaveLoadMeta(
+                        path=folder / name,
+                        weight_format="dcp",
+                        with_optim=True,
+                        background=self.config.async_save,
+                    )
+                )
             if self.world.is_main:
                 (folder / "trainer.json").write_text(json.dumps({"step": step, **trainer_state}))
+            self._open = _OpenCheckpoint(step, final, stack.pop_all())
+        self._last_saved_at, self._last_saved_step = time.monotonic(), step
+        if not self.config.async_save:
+            self.finish()
+
+    def poll(self) -> None:
+        """Complete the checkpoint that is being written in the background if every rank has written its part."""
+        if self._open is not None and self.world.all(not any(e.is_saving for e in self.engines.values())):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and give it its name.
+
+        Raises:
+            ArealError: as ``save``.
+        """
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        with self._explained(opened.step, opened.final), opened.folder:
+            for engine in self.engines.values():
+                engine.finish_saving()
         if self.session is not None:
-            self._write_state(step=step)
+            self._write_state(step=opened.step)
             checkpoints = [path for _, path in list_checkpoints(self.run_path)]
             for path in checkpoints[: -self.config.keep_last]:
                 remove(path)
-            self.session.checkpoint_saved(step, final)
-        self._last_saved_at, self._last_saved_step = time.monotonic(), step
+            self.session.checkpoint_saved(opened.step, opened.final)
+
+    def close(self) -> None:
+        """After a failed run: keep what is being written if that needs no other rank, which may be dead. Local."""
+        if self._open is None or self.world.size > 1:
+            return
+        try:
+            self.finish()
+        except Exception as error:
+            logger.error("%s", error)
 
     def restore(self) -> dict[str, Any] | None:
         """Load the newest checkpoint; returns rank 0's trainer state on every rank, or None for a fresh run."""
@@ -145,6 +213,18 @@ class Checkpointer:
                         remove(path)
 
     # -------------------------------------------------------------------------------------------------- private
+
+    @contextmanager
+    def _explained(self, step: int, final: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ArealError) as error:
+            earlier = [path for _, path in list_checkpoints(self.run_path)]
+            rest = f"{earlier[-1].name} is the last complete one" if earlier else "there is no earlier one"
+            raise ArealError(
+                f"the checkpoint of step {step} could not be written to {final}: {str(error).rstrip('.')}. It was "
+                f"removed, and {rest}. Make room or correct the disk, then go on with `--resume auto`."
+            ) from error
 
     @contextmanager
     def _folder(self, final: Path) -> Iterator[Path]:

@@ -81,6 +81,7 @@ def run_loop(
 
     def interrupt(step: int) -> Interrupted:
         checkpointer.save(step, trainer.state() if world.is_main else {})
+        checkpointer.finish()
         return Interrupted(int(world.agree(stop.signum)))
 
     metrics: dict[str, float] = {}
@@ -108,8 +109,10 @@ def run_loop(
         decision = world.agree({"save": checkpointer.due(step), "stop": stop()} if world.is_main else None)
         if decision["stop"] and not last:
             raise interrupt(step)
+        checkpointer.poll()
         if decision["save"] or last:
             checkpointer.save(step, trainer.state() if world.is_main else {})
+    checkpointer.finish()
     if config.checkpoint.save_final:
         checkpointer.export("final", trainer.engines["actor"])
     return metrics

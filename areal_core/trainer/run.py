@@ -71,6 +71,7 @@ def train(config: BaseTrainerConfig, *, resume: Resume = "never", manager: Plugi
             resumed_from = 0 if latest is None else latest[0]
             session = RunSession(config, plain, directory, manager, resumed_from=resumed_from)
         trainer: Trainer | None = None
+        checkpointer: Checkpointer | None = None
         try:
             prepare_process(config)
             trainer = _build(config, world, manager, session, stop)
@@ -90,6 +91,8 @@ def train(config: BaseTrainerConfig, *, resume: Resume = "never", manager: Plugi
             _close(trainer, session, "interrupted")
             return RunResult("interrupted", config.run.path, signum=interrupted.signum)
         except BaseException as error:
+            if checkpointer is not None:
+                checkpointer.close()
             _close(trainer, session, "failed", error)
             raise
 

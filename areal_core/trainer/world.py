@@ -59,6 +59,17 @@ class World:
 
         return broadcast_json(decision, group=self.group, src=0)
 
+    def all(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on every rank. Collective."""
+        if self.group is None:
+            return flag
+        import torch
+        import torch.distributed as dist
+
+        falses = torch.tensor(int(not flag))
+        dist.all_reduce(falses, group=self.group)
+        return int(falses) == 0
+
     def barrier(self) -> None:
         if self.group is not None:
             import torch.distributed as dist

@@ -170,6 +170,25 @@ def test_config_differences_when_a_key_only_starts_like_a_free_one_then_it_count
     assert config_differences({"run": {"rooted": 1}}, {"run": {"rooted": 2}}) == {"run.rooted": (1, 2)}
 
 
+def test_config_differences_when_only_a_mesh_changed_then_none() -> None:
+    before = {"actor": {"backend": "fsdp"}, "rollout": {"backend": "vllm:d2"}, "critic": {"backend": "fsdp:d1"}}
+    now = {"actor": {"backend": "fsdp:d4t2"}, "rollout": {"backend": "vllm:d4"}, "critic": {"backend": "fsdp:d8"}}
+
+    assert config_differences(before, now) == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"actor": {"backend": "fsdp:d2"}}, {"actor": {"backend": "megatron:d2"}}),
+        ({"actor": {"backend": "fsdp:d2"}}, {"actor": {"backend": None}}),
+        ({"other": {"backend": "fsdp:d2"}}, {"other": {"backend": "fsdp:d4"}}),
+    ],
+)
+def test_config_differences_when_an_engine_changed_then_it_counts(before: dict[str, Any], now: dict[str, Any]) -> None:
+    assert len(config_differences(before, now)) == 1
+
+
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_open_when_the_path_is_a_file_then_error_names_it(open_run: Open, tmp_path: Path, resume: str) -> None:
     (tmp_path / "file").write_text("x")

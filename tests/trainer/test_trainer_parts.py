@@ -21,8 +21,8 @@ from areal_core.api.batch import PackedBatch, TokenOutput
 from areal_core.api.configs import CheckpointConfig, EvaluationConfig, InferenceEngineConfig, PPOActorConfig
 from areal_core.api.io_struct import SaveLoadMeta
 from areal_core.api.load import load_run_config
-from areal_core.errors import BadInputError, ConfigError
-from areal_core.runs.run_dir import RunDirectory
+from areal_core.errors import ArealError, BadInputError, ConfigError
+from areal_core.runs.run_dir import RunDirectory, list_checkpoints
 from areal_core.stats import StatsTracker
 from areal_core.trainer.checkpoint import Checkpointer
 from areal_core.trainer.checks import check_run
@@ -103,13 +103,28 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.value = 0
-        self.broken = False
+        self.broken = self.fails_late = self.is_saving = False
 
     def save(self, meta: SaveLoadMeta) -> None:
         if self.broken:
             raise OSError("No space left on device")
         meta.path.mkdir(parents=True, exist_ok=True)
-        (meta.path / "value").write_text(str(self.value))
+        self.is_saving = meta.background
+        self.copy = (meta.path, self.value)
+        if not meta.background:
+            self.write()
+
+    def write(self) -> None:
+        """What an engine's thread does."""
+        path, value = self.copy
+        (path / "value").write_text(str(value))
+        self.is_saving = False
+
+    def finish_saving(self) -> None:
+        if self.is_saving:
+            self.write()
+        if self.fails_late:
+            raise ArealError("No space left on device")
 
     def load(self, meta: SaveLoadMeta) -> None:
         self.value = int((meta.path / "value").read_text())
@@ -154,6 +169,60 @@ def test_save_when_keep_last_is_two_removes_older_ones(make_checkpointer: Any, t
     assert names(tmp_path / "run" / "checkpoints") == ["step-000002", "step-000003"]
 
 
+def test_save_when_async_appears_only_when_the_engine_has_written_it(make_checkpointer: Any, tmp_path: Path) -> None:
+    # Arrange
+    checkpointer, engine = make_checkpointer(async_save=True)
+    engine.value = 10
+    checkpointer.save(1, {"version": 1})
+    checkpointer.finish()
+
+    # Act: the value changes after the copy was taken.
+    engine.value = 20
+    checkpointer.save(2, {"version": 2})
+    engine.value = 30
+    checkpointer.poll()
+    before = list_checkpoints(tmp_path / "run")
+    engine.write()
+    checkpointer.poll()
+
+    # Assert
+    assert [step for step, _ in before] == [1]
+    assert [step for step, _ in list_checkpoints(tmp_path / "run")] == [2]
+    assert checkpointer.restore() == {"step": 2, "version": 2} and engine.value == 20
+
+
+def test_save_when_async_and_the_one_before_is_not_done_waits_for_it(make_checkpointer: Any, tmp_path: Path) -> None:
+    checkpointer, engine = make_checkpointer(async_save=True, keep_last=2)
+
+    for step in (1, 2):
+        engine.value = step
+        checkpointer.save(step, {"version": step})
+    checkpointer.finish()
+
+    assert [step for step, _ in list_checkpoints(tmp_path / "run")] == [1, 2]
+
+
+def test_finish_when_the_background_save_fails_keeps_the_one_before(make_checkpointer: Any, tmp_path: Path) -> None:
+    # Arrange
+    checkpointer, engine = make_checkpointer(async_save=True)
+    engine.value = 10
+    checkpointer.save(1, {"version": 1})
+    checkpointer.finish()
+    checkpointer.save(2, {"version": 2})
+    engine.fails_late = True
+
+    # Act
+    with pytest.raises(
+        ArealError, match=r"step 2 could not be written.*No space left.*step-000001 is the last complete"
+    ):
+        checkpointer.finish()
+
+    # Assert: nothing is left of it, and the run goes on from the one before.
+    assert names(tmp_path / "run" / "checkpoints") == ["step-000001"]
+    engine.fails_late = False
+    assert checkpointer.restore() == {"step": 1, "version": 1}
+
+
 def test_restore_loads_the_newest_checkpoint_and_its_trainer_state(make_checkpointer: Any) -> None:
     # Arrange
     checkpointer, engine = make_checkpointer(keep_last=2)
@@ -183,7 +252,7 @@ def test_save_when_the_disk_is_full_leaves_the_last_checkpoint(make_checkpointer
     engine.broken = True
 
     # Act
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ArealError, match=r"step 2 could not be written.*No space left.*step-000001"):
         checkpointer.save(2, {})
 
     # Assert
@@ -368,6 +437,10 @@ class FakeCheckpointer:
 
     def save(self, step: int, state: Any) -> None:
         self.saved.append((step, {**state}))
+
+    def poll(self) -> None: ...
+
+    def finish(self) -> None: ...
 
     def export(self, name: str, engine: Any) -> None:
         self.exported.append(name)

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from areal_core.errors import BadInputError
+from areal_fsdp.background import BackgroundSave, cause, save_error
+from areal_fsdp.dcp_reader import SafeReader, tensors_of
 from areal_fsdp.optim import ensure_state
 
-_META = "areal_state.json"
+META_FILE = "areal_state.json"
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
@@ -88,17 +90,39 @@ def save_state(
     meta: dict[str, Any],
     rank: int,
     device: torch.device,
-) -> None:
-    """Write model, optimizer, generators and ``meta`` (JSON). Every rank calls it."""
+    background: dist.ProcessGroup | bool = False,
+) -> BackgroundSave | None:
+    """Write model, optimizer, generators and ``meta`` (JSON). Every rank calls it.
+
+    Args:
+        background: copy the state to host memory and write it in a thread: True in a single process, else a gloo group
+            that nothing else uses meanwhile.
+
+    Raises:
+        ArealError: on every rank, if a file cannot be written.
+    """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     state: dict[str, Any] = training_tensors(model, optimizer)
     state.update(rng_tensors(rank, device))
-    with _single_process_expected():
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=not dist.is_initialized())
-    if rank == 0:
-        text = json.dumps({**meta, "world_size": _world_size()}, indent=2)
-        (path / _META).write_text(text + "\n", encoding="utf-8")
+    no_dist = not dist.is_initialized()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        # As text: torch would pickle a path object into the metadata.
+        writer = dcp.FileSystemWriter(str(path))
+        if rank == 0:
+            text = json.dumps({**meta, "world_size": _world_size()}, indent=2)
+            (path / META_FILE).write_text(text + "\n", encoding="utf-8")
+        with _single_process_expected():
+            if background:
+                group: Any = None if no_dist else background
+                future: Any = dcp.async_save(state, storage_writer=writer, process_group=group, no_dist=no_dist)
+                return BackgroundSave(future, path)
+            dcp.save(state, storage_writer=writer, no_dist=no_dist)
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        raise save_error(path, error) from error
+    return None
 
 
 def load_state(
@@ -119,12 +143,9 @@ def load_state(
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    meta = _read_meta(path)
-    reader = dcp.FileSystemReader(path)
-    try:
-        stored = reader.read_metadata().state_dict_metadata
-    except Exception as error:
-        raise BadInputError(f"{path / '.metadata'}: cannot read the checkpoint ({error!r}).") from error
+    meta = read_meta(path)
+    reader = SafeReader(str(path))
+    stored = tensors_of(reader.read_metadata())
     live = training_tensors(model, optimizer)
     same_world = meta.get("world_size") == _world_size()
     for name, value in live.items():
@@ -143,7 +164,7 @@ def load_state(
         with _single_process_expected():
             dcp.load(fresh, storage_reader=reader, no_dist=not dist.is_initialized())
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise BadInputError(f"{path}: cannot read the checkpoint ({_cause(error)}).") from error
+        raise BadInputError(f"{path}: cannot read the checkpoint ({cause(error)}).") from error
     with torch.no_grad():
         for name, value in live.items():
             value.copy_(fresh[name])
@@ -152,22 +173,22 @@ def load_state(
     return meta
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
+def read_meta(path: Path) -> dict[str, Any]:
+    """The JSON beside the tensors.
+
+    Raises:
+        BadInputError: if it is missing or damaged.
+    """
     try:
-        meta = json.loads((path / _META).read_text(encoding="utf-8"))
+        meta = json.loads((path / META_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise BadInputError(f"{path}: no {_META}; this is not a checkpoint of the fsdp engine.") from error
+        raise BadInputError(f"{path}: no {META_FILE}; this is not a checkpoint of the fsdp engine.") from error
     except ValueError as error:
-        raise BadInputError(f"{path / _META}: not valid JSON ({error}).") from error
+        raise BadInputError(f"{path / META_FILE}: not valid JSON ({error}).") from error
     if not isinstance(meta, dict) or "version" not in meta:
-        raise BadInputError(f"{path / _META}: has no 'version'.")
+        raise BadInputError(f"{path / META_FILE}: has no 'version'.")
     return meta
 
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _cause(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[-1] if text else 'no message'}"

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from areal_core.api.io_struct import SaveLoadMeta
-from areal_core.errors import BadInputError
+from areal_core.errors import ArealError, BadInputError
 from areal_fsdp import checkpoint, comm, export, loading, lora
+from areal_fsdp.background import save_error
 
 if TYPE_CHECKING:
     from areal_fsdp.engine import FSDPEngine
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 def save(engine: FSDPEngine, meta: SaveLoadMeta) -> None:
     """``TrainEngine.save``."""
     scorer = engine.ready()
+    finish_saving(engine)
     if meta.weight_format == "hf":
         save_hf(engine, meta.path, tokenizer=meta.tokenizer)
         return
@@ -28,15 +31,41 @@ def save(engine: FSDPEngine, meta: SaveLoadMeta) -> None:
         "steps": engine.steps,
         "schedule_step": engine.schedule.step_index if engine.schedule is not None else 0,
     }
+    background = meta.background and (engine.mesh.world is None or _background_group(engine))
     error: Exception | None = None
     try:
-        optimizer = engine.optimizer if meta.with_optim else None
-        checkpoint.save_state(
-            meta.path, scorer.model, optimizer, meta=state, rank=engine.mesh.rank, device=engine.device
+        engine.background_save = checkpoint.save_state(
+            meta.path,
+            scorer.model,
+            engine.optimizer if meta.with_optim else None,
+            meta=state,
+            rank=engine.mesh.rank,
+            device=engine.device,
+            background=background,
         )
     except Exception as caught:
         error = caught
     comm.raise_together(error, engine.mesh.world, engine.device)
+
+
+def finish_saving(engine: FSDPEngine) -> None:
+    """``TrainEngine.finish_saving``."""
+    running, engine.background_save = engine.background_save, None
+    if running is None:
+        return
+    error: Exception | None = None
+    try:
+        running.wait()
+    except Exception as caught:
+        error = caught
+    comm.raise_together(error, engine.mesh.world, engine.device)
+
+
+def _background_group(engine: FSDPEngine) -> dist.ProcessGroup:
+    """A gloo group of its own: the thread's collectives must not meet those of training."""
+    if engine.background_group is None:
+        engine.background_group = dist.new_group(backend="gloo")
+    return engine.background_group
 
 
 def load(engine: FSDPEngine, meta: SaveLoadMeta) -> None:
@@ -103,8 +132,10 @@ def save_hf(engine: FSDPEngine, path: Path, *, tokenizer: Any) -> None:
                 max_shard_size=engine.options.max_shard_size,
                 source=engine.folder,
             )
-    except Exception as caught:
+    except ArealError as caught:
         error = caught
+    except Exception as caught:
+        error = save_error(path, caught)
     comm.raise_together(error, engine.mesh.world, engine.device)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from areal_core.errors import BadInputError
@@ -51,12 +52,25 @@ def messages_of(row: Mapping[str, Any]) -> Sequence[Message]:
     return messages
 
 
-def render(tokenizer: Any, messages: Sequence[Message], row: Mapping[str, Any], *, tokenize: bool) -> Any:
-    """The chat with a generation prompt, as token ids or as text."""
-    # Since transformers 5 the default of return_dict gives a BatchEncoding.
-    keywords = {"tokenize": True, "return_dict": False} if tokenize else {"tokenize": False}
+def first_prompt(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], tools: Sequence[Any] | None = None
+) -> list[int]:
+    """Token ids of the chat with a generation prompt."""
+    keywords = {"tools": list(tools)} if tools else {}
+    with template_errors(row):
+        # Since transformers 5 the default of return_dict gives a BatchEncoding.
+        return list(
+            tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False, **keywords)
+        )
+
+
+@contextmanager
+def template_errors(row: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, what a chat template raises becomes a BadInputError that names the row."""
     try:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **keywords)
+        yield
+    except BadInputError:
+        raise
     except Exception as error:
         raise BadInputError(
             f"the chat template cannot render dataset row {row.get('_uid', '?')}: {type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ from typing import Any
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, Trajectory
 from areal_core.api.workflow_api import RolloutWorkflow
-from areal_core.rollout.workflows.chat import check_length, check_tokenizer, messages_of, render, reward_columns
+from areal_core.rollout.workflows.chat import check_length, check_tokenizer, first_prompt, messages_of, reward_columns
 
 
 class RLVRWorkflow(RolloutWorkflow):
@@ -44,7 +44,7 @@ class RLVRWorkflow(RolloutWorkflow):
         """(ids, text without special tokens, whole text); made once for a group."""
         cache: dict[Any, Any] = getattr(engine, "group_cache", {})
         if "prompt" not in cache:
-            ids = list(render(self.tokenizer, messages_of(data), data, tokenize=True))
+            ids = first_prompt(self.tokenizer, messages_of(data), data)
             check_length(ids, self.gconfig.max_tokens, data)
             decode = self.tokenizer.decode
             cache["prompt"] = (ids, decode(ids, skip_special_tokens=True), decode(ids, skip_special_tokens=False))

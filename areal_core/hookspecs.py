@@ -74,7 +74,8 @@ def areal_workflows() -> list[Registration]:  # type: ignore[empty-body]
 def areal_rewards() -> list[Registration]:  # type: ignore[empty-body]
     """Rewards: ``xxx_reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float``, sync or async.
 
-    Selected by ``reward.name``; options under e.g. ``reward.gsm8k`` arrive as keyword arguments.
+    Selected by ``reward.name``, or ``rewards.LABEL.name`` for several; options under e.g. ``reward.gsm8k`` arrive as
+    keyword arguments.
     """
 
 

@@ -126,6 +126,24 @@ def test_reward_example_when_tried_by_import_path_scores(tmp_path):
     assert '"value": 1.0' in result.stdout
 
 
+def test_named_rewards_example_when_tried_gives_their_sum(tmp_path):
+    # Arrange: the page's functions and its configuration, in the current directory
+    page = ROOT / "docs/plugins/reward.md"
+    (tmp_path / "my_rewards.py").write_text("\n".join(blocks(page, "python")))
+    (text,) = blocks(page, "yaml")
+    (tmp_path / "run.yaml").write_text(f"trainer: rl\nactor: {{path: m}}\ntrain_dataset: {{name: arithmetic}}\n{text}")
+    command = ["reward", "try", "run.yaml", "--completion", "It is 42", "--answer", "42", "--json"]
+
+    # Act
+    result = subprocess.run(
+        [sys.executable, "-m", "areal_core.cli.main", *command], capture_output=True, text=True, cwd=tmp_path
+    )
+
+    # Assert
+    assert result.returncode == 0, result.stderr
+    assert '"value": 1.2' in result.stdout
+
+
 def test_dataset_example_when_called_makes_disjoint_splits():
     make = names_of("docs/plugins/dataset.md")["get_squares_dataset"]
 

@@ -57,12 +57,17 @@ def mean_reward(groups: Iterable[Group]) -> float:
     return sum(rewards) / len(rewards) if rewards else float("nan")
 
 
-def settle_for(kept: int, wanted: int, tried: Sequence[Group]) -> None:
+def settle_for(kept: int, wanted: int, refused: Sequence[Group]) -> None:
     """The bound is reached: go on with ``kept`` groups, and say so; with none, raise.
 
     Raises:
         NoGroupPassed: if ``kept`` is 0.
     """
     if kept == 0:
-        raise NoGroupPassed(len(tried), mean_reward(tried))
-    logger.warning("only %d of %d groups tried passed the group filter; this batch has no more", kept, wanted)
+        raise NoGroupPassed(len(refused), mean_reward(refused))
+    logger.warning(
+        "this batch has %d groups instead of %d: the group filter refused %d, the most that may be tried",
+        kept,
+        wanted,
+        len(refused),
+    )

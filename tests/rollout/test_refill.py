@@ -97,7 +97,7 @@ def test_prepare_batch_when_few_groups_pass_within_the_bound_gives_what_there_is
 
     assert uids(result) == ["0-2"]
     assert result.stats["rollout/filtered_groups"] == 6
-    assert "only 1 of 4 groups" in caplog.text
+    assert "1 groups instead of 4: the group filter refused 6" in caplog.text
 
 
 def test_prepare_batch_when_resumed_draws_the_rows_that_were_in_reserve(make):

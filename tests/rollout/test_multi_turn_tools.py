@@ -109,7 +109,8 @@ async def test_multi_turn_when_calls_exceed_the_limit_refuses_the_rest_and_then_
 )
 async def test_multi_turn_when_a_tool_fails_tells_the_model(written, told, counted):
     tools = [f"tool_functions:{name}" for name in ("add", "leave", "hang")]
-    play = Play(written + END, "2" + END, tools=tools, tool_timeout=0.01)
+    timeout = 0.01 if counted == "tools/timeouts" else 60.0
+    play = Play(written + END, "2" + END, tools=tools, tool_timeout=timeout)
 
     trajectory = await play.run()
     tool_functions.RELEASE.set()
@@ -134,15 +135,9 @@ async def test_multi_turn_when_a_result_outgrows_the_context_scores_what_was_sai
     long = call("echo", f'{{"text": "{"x" * 200}"}}')
     answers = [long + END] + ([BadInputError("too long")] if limit == "engine" else [])
     options = {"tools": ["tool_functions:echo"]}
-    length = len(
-        Play(tokenizer=tokenizer, **options).tokenizer.apply_chat_template(
-            ROW["messages"],
-            tools=Play(tokenizer=tokenizer, **options).workflow._tools.schemas,
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-    )
-    gconfig = GCONFIG.new(max_tokens=length + 300) if limit == "gconfig" else GCONFIG
+    first = Play(long + END, tokenizer=tokenizer, max_tool_calls=0, max_turns=1, **options)
+    length = len(await first.run())
+    gconfig = GCONFIG.new(max_tokens=length + 100) if limit == "gconfig" else GCONFIG
     play = Play(*answers, tokenizer=tokenizer, gconfig=gconfig, **options)
 
     trajectory = await play.run()

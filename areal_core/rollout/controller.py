@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import gc
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from areal_core.api.configs import InferenceEngineConfig
@@ -18,31 +17,22 @@ from areal_core.api.io_struct import Trajectory
 from areal_core.errors import ArealError
 from areal_core.logging import getLogger
 from areal_core.rollout.build import check_workflow
-from areal_core.rollout.episode import (
-    OUTCOMES,
-    Group,
-    Job,
-    Outcome,
-    RolloutInterrupted,
-    RolloutResult,
-    read_first_versions,
-)
+from areal_core.rollout.episode import Group, Job, RolloutInterrupted, RolloutResult, read_first_versions
+from areal_core.rollout.ledger import Ledger, OutcomeCallback
+from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.refill import Reserve, RowSource, filtered, mean_reward, settle_for
 from areal_core.rollout.runner import EpisodeRunner, behind_error
 from areal_core.rollout.staleness import StalenessManager
-from areal_core.rollout.stats import episode_info, nothing_accepted, outcome_stats, trajectory_stats
+from areal_core.rollout.stats import nothing_accepted
 
 _POLL_SECONDS = 0.1
 _BARRIER_SECONDS = 30.0
 _CANCEL_SECONDS = 2.0
 _STOP_SECONDS = 5.0
+_ALLOCATIONS = 20_000
 
 T = TypeVar("T")
 logger = getLogger("RolloutController")
-
-#: ``on_outcome(trajectory or None, outcome, info)``. ``info``: ``uid``, ``sample``, ``split``, ``reason``, ``error`` (a
-#: text or None), ``attempts``, ``seconds``, ``version`` (of the controller), all JSON-compatible.
-OutcomeCallback = Callable[[Trajectory | None, Outcome, dict[str, Any]], None]
 
 
 class RolloutController:
@@ -90,20 +80,17 @@ class RolloutController:
         self.engine, self.config = engine, config
         self.batch_size, self.group_size, self.seed = batch_size, group_size, seed
         self.workflow = check_workflow(workflow)
-        self.on_outcome = on_outcome
         self._should_accept, self._should_accept_group = should_accept, should_accept_group
         self._max_tried = max_tried_groups or 1 << 62
         self._reserve = Reserve()
         self._should_stop = should_stop or (lambda: False)
         self._staleness = StalenessManager(batch_size, config.max_head_offpolicyness)
         self._wake = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
         self._runner: EpisodeRunner | None = None
         self._restored: list[dict[str, Any]] = []
         self._serial = 0
-        self._totals: dict[str, float] = dict.fromkeys(OUTCOMES, 0.0)
-        self._dropped: dict[str, float] = {"incomplete": 0.0, "stale": 0.0, "filtered": 0.0}
+        self._ledger = Ledger(on_outcome)
 
     # ------------------------------------------------------------------------------------------------- life cycle
 
@@ -119,23 +106,22 @@ class RolloutController:
         """Start the event loop. A controller may be started again after ``stop``."""
         if self._thread is not None:
             return
-        loop = asyncio.new_event_loop()
+        thread = LoopThread("rollout", self._loop_ended)
         self._staleness.running = self._staleness.waiting = 0
         self._runner = EpisodeRunner(
-            loop,
+            thread.loop,
             self.engine,
             self.config,
             seed=self.seed,
             staleness=self._staleness,
             min_members=min(2, self.group_size),
             episodes_per_batch=self.batch_size * self.group_size,
-            notify=self._wake.set,
+            notify=self._notify,
             should_accept=self._should_accept,
             should_accept_group=self._should_accept_group,
         )
-        self._loop = loop
-        self._thread = threading.Thread(target=self._run_loop, args=(loop,), name="rollout", daemon=True)
-        self._thread.start()
+        self._thread = thread
+        thread.start()
         # What exists by now (libraries, models) lives as long as the run. Episodes allocate so many small objects that
         # the garbage collector would look through all of it again and again: a fifth of the rollout's time.
         gc.freeze()
@@ -143,24 +129,16 @@ class RolloutController:
 
     def stop(self) -> None:
         """Cancel everything that runs, and end the thread. May be called twice, and after an error."""
-        thread, loop, runner = self._thread, self._loop, self._runner
-        if thread is None or loop is None or runner is None:
+        thread, runner = self._thread, self._runner
+        if thread is None or runner is None:
             return
-        if thread.is_alive():
-            with contextlib.suppress(RuntimeError):
-                asyncio.run_coroutine_threadsafe(_shut_down(runner), loop)
         gc.unfreeze()
-        progress, since = -1, time.monotonic()
-        while thread.is_alive() and time.monotonic() - since < _STOP_SECONDS:
-            thread.join(_POLL_SECONDS)
-            if progress != runner.progress:
-                progress, since = runner.progress, time.monotonic()
-        self._thread = self._loop = self._runner = None
-        if thread.is_alive():
+        self._thread = self._runner = None
+        if not thread.end(runner.shut_down(), lambda: runner.progress, _STOP_SECONDS):
             logger.warning("the rollout thread does not end: something in an episode blocks the event loop")
             return
         try:
-            self._report([*runner.dropped, *runner.unused])
+            self._ledger.report([*runner.dropped, *runner.unused], self.version)
         except Exception:
             logger.exception("on_outcome failed while the rollout was stopped")
 
@@ -171,18 +149,15 @@ class RolloutController:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        try:
-            loop.run_forever()
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        except BaseException as error:
-            if self._runner is not None:
-                self._runner.watch.stop_for(error)
-        finally:
-            with contextlib.suppress(Exception):
-                loop.close()
+    def _notify(self) -> None:
+        # Setting an event that is set costs as much as all else at the end of an episode.
+        if not self._wake.is_set():
             self._wake.set()
+
+    def _loop_ended(self, error: BaseException | None) -> None:
+        if error is not None and self._runner is not None:
+            self._runner.watch.stop_for(error)
+        self._wake.set()
 
     @property
     def _live(self) -> EpisodeRunner:
@@ -192,47 +167,24 @@ class RolloutController:
 
     def _call(self, fn: Callable[..., T], *args: Any) -> T:
         """Run ``fn`` in the event loop's thread, and wait for it."""
-        future = self._post(fn, *args)
-        while True:
-            try:
-                return future.result(timeout=_POLL_SECONDS)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
-                self._raise_if_dead()
-
-    def _post(self, fn: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
-        self._raise_if_dead()
-        assert self._loop is not None
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(fn(*args))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._loop.call_soon_threadsafe(run)
-        return future
-
-    def _raise_if_dead(self) -> None:
-        runner = self._live
-        if self._thread is None or not self._thread.is_alive():
-            raise ArealError("the rollout's event loop has ended") from runner.fatal
+        assert self._live and self._thread is not None
+        return self._thread.call(fn, *args)
 
     def _wait(self, done: Callable[[], bool], should_stop: Callable[[], bool] | None, limit: float = 1e18) -> None:
         """Wait until ``done`` (cheap, reads the runner's counters) or a fatal error, at most ``limit`` seconds."""
-        runner, end = self._live, time.monotonic() + limit
-        while True:
-            self._wake.clear()
-            if runner.fatal is not None:
-                raise runner.fatal
-            if done() or time.monotonic() > end:
-                return
-            self._raise_if_dead()
-            if self._should_stop() or (should_stop is not None and should_stop()):
-                raise RolloutInterrupted("the run was told to stop while it waited for episodes")
-            self._wake.wait(_POLL_SECONDS)
+        runner, thread, end = self._live, self._thread, time.monotonic() + limit
+        assert thread is not None
+        with _rare_collections():
+            while True:
+                self._wake.clear()
+                if runner.fatal is not None:
+                    raise runner.fatal
+                if done() or time.monotonic() > end:
+                    return
+                thread.raise_if_dead()
+                if self._should_stop() or (should_stop is not None and should_stop()):
+                    raise RolloutInterrupted("the run was told to stop while it waited for episodes")
+                self._wake.wait(_POLL_SECONDS)
 
     # ------------------------------------------------------------------------------------------------ synchronous
 
@@ -260,9 +212,9 @@ class RolloutController:
         read_first_versions(job.groups)
         for group in job.groups:
             group.version = self.version
-            if group.accepted and self._staleness.is_stale(group.first_version):
+            if group.n_accepted and self._staleness.is_stale(group.first_version):
                 raise behind_error(group)
-            elif not group.dropped and len(group.accepted) < self._live.min_members:
+            elif not group.dropped and group.n_accepted < self._live.min_members:
                 group.drop("incomplete")
         return job.groups
 
@@ -287,7 +239,7 @@ class RolloutController:
                     break
                 missing = refused
         except BaseException:
-            self._report(groups)
+            self._ledger.report(groups, self.version)
             raise
         self._staleness.consumed += self.batch_size
         return self._finish_sync(groups, start)
@@ -357,8 +309,9 @@ class RolloutController:
         except BaseException:
             # With a limit: a workflow that blocks the event loop must not keep the run from ending.
             with contextlib.suppress(concurrent.futures.TimeoutError, ArealError):
-                self._post(runner.cancel_job, job).result(timeout=_CANCEL_SECONDS)
-            self._report(job.groups)
+                assert self._thread is not None
+                self._thread.post(runner.cancel_job, job).result(timeout=_CANCEL_SECONDS)
+            self._ledger.report(job.groups, self.version)
             raise
 
     # ----------------------------------------------------------------------------------------------- asynchronous
@@ -464,25 +417,9 @@ class RolloutController:
     # --------------------------------------------------------------------------------------------------- results
 
     def _collect(self, groups: list[Group], prefix: str, start: float, dropped: Sequence[Group] = ()) -> RolloutResult:
-        trajectories: list[Trajectory] = []
-        seen: dict[str, int] = {}
-        for group in groups:
-            times = seen[group.uid] = seen.get(group.uid, 0) + 1
-            for episode in group.accepted:
-                for trajectory in episode.trajectories:
-                    if times > 1:  # the same row twice in a batch: still two groups
-                        trajectory.group_id = f"{group.uid}+{times - 1}"
-                    trajectories.append(trajectory)
-        ended = [*dropped, *groups]
-        stats = trajectory_stats(trajectories, self.version, prefix)
-        stats.update(outcome_stats((episode for group in ended for episode in group.episodes), prefix))
-        stats[f"{prefix}/seconds"] = time.monotonic() - start
+        result = self._ledger.collect(groups, dropped, prefix, self.version, start)
+        ended, stats = [*dropped, *groups], result.stats
         if prefix == "rollout":
-            stats["rollout/groups"] = float(sum(bool(group.accepted) for group in groups))
-            for reason in self._dropped:
-                count = float(sum(group.dropped == reason for group in ended))
-                stats[f"rollout/{reason}_groups"] = count
-                self._dropped[reason] += count
             if self._should_accept_group is not None:
                 stats["rollout/reward_unfiltered"] = mean_reward(ended)
             stats.update(self._queue_stats())
@@ -491,8 +428,8 @@ class RolloutController:
         stats.update({f"{shown}{name}": value for name, value in self._reward_stats().items()})
         counts = getattr(groups[0].workflow if groups else self.workflow, "export_stats", None)
         stats.update({f"{prefix}/{name}": value for name, value in ({} if counts is None else counts()).items()})
-        self._report(ended)
-        return RolloutResult(trajectories, stats)
+        self._ledger.report(ended, self.version)
+        return result
 
     def _reward_stats(self) -> dict[str, float]:
         """Of the training workflow's reward since they were last read: ``reward/calls``, ``reward/errors/KIND``."""
@@ -507,21 +444,9 @@ class RolloutController:
             "rollout/queue/ready": float(len(runner.ready)),
         }
 
-    def _report(self, groups: Iterable[Group]) -> None:
-        for group in groups:
-            for episode in group.episodes:
-                if group.split != "eval":
-                    self._totals[episode.outcome] += 1
-                if self.on_outcome is None:
-                    continue
-                info = episode_info(episode, self.version)
-                for trajectory in episode.trajectories or (None,):
-                    self.on_outcome(trajectory, episode.outcome, info)
-
     def export_stats(self) -> dict[str, float]:
         """Totals since the start of the controller, and queue sizes."""
-        stats = {f"rollout/total/{outcome}": count for outcome, count in self._totals.items()}
-        stats.update({f"rollout/total/{name}_groups": count for name, count in self._dropped.items()})
+        stats = self._ledger.export_totals()
         if self._runner is not None:
             stats.update(self._queue_stats())
         return stats
@@ -544,7 +469,7 @@ class RolloutController:
             "version": self.version,
             "consumed": self._staleness.consumed,
             "serial": self._serial,
-            "totals": dict(self._totals),
+            "totals": dict(self._ledger.totals),
             "rows": rows,
         }
 
@@ -554,7 +479,7 @@ class RolloutController:
             raise RuntimeError("load_state_dict while episodes are under way")
         self._staleness.version, self._staleness.consumed = int(state["version"]), int(state["consumed"])
         self._serial = int(state.get("serial", 0))
-        self._totals.update(state.get("totals", {}))
+        self._ledger.restore(state.get("totals", {}))
         self._restored = [dict(row) for row in state["rows"]]
         self._reserve.rows.clear()
         if self._runner is not None:
@@ -569,23 +494,13 @@ class RolloutController:
             self._submit(rows)
 
 
-async def _shut_down(runner: EpisodeRunner) -> None:
-    loop = asyncio.get_running_loop()
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Episodes allocate much and leave hardly a reference cycle: the collector may look less often meanwhile."""
+    youngest, *others = gc.get_threshold()
+    if youngest:
+        gc.set_threshold(max(youngest, _ALLOCATIONS), *others)
     try:
-        runner.cancel_all()
-        # Also what episodes left behind: tasks that they started and did not await.
-        current = asyncio.current_task()
-        tasks = [task for task in asyncio.all_tasks(loop) if task is not current]
-        for task in tasks:
-            task.cancel()
-        since = loop.time()
-        while tasks and loop.time() - since < _STOP_SECONDS / 2:
-            await asyncio.sleep(0.01)
-            alive = [task for task in tasks if not task.done()]
-            if len(alive) < len(tasks):
-                tasks, since = alive, loop.time()
-                runner.progress += 1
-        if tasks:
-            logger.warning("%d tasks ignore their cancellation and are abandoned", len(tasks))
+        yield
     finally:
-        loop.stop()
+        gc.set_threshold(youngest, *others)

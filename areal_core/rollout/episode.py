@@ -90,6 +90,7 @@ class Group:
         "episodes",
         "first_version",
         "job",
+        "n_accepted",
         "order",
         "remaining",
         "row",
@@ -110,6 +111,7 @@ class Group:
         self.first_version = -1
         self.version = 0  # of the trainer, when it was let in
         self.dropped = ""
+        self.n_accepted = 0  # once it is complete
         self.remaining = size
         self.cache: dict[Any, Any] = {}
         self.episodes = [Episode(self, sample) for sample in range(size)]
@@ -123,6 +125,7 @@ class Group:
         self.dropped = reason
         for episode in self.accepted:
             episode.reject(f"{reason}_group")
+        self.n_accepted = 0
 
 
 class Job:

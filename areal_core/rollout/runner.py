@@ -13,6 +13,7 @@ from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import Trajectory
 from areal_core.errors import ArealError
+from areal_core.logging import getLogger
 from areal_core.rollout.context import EpisodeEngine, group_seed
 from areal_core.rollout.episode import Episode, Group, Job, read_first_versions
 from areal_core.rollout.failures import FailureWatch, describe
@@ -22,6 +23,9 @@ from areal_core.rollout.staleness import StalenessManager
 #: How long episodes that never wait for anything may keep the event loop from its other work.
 _TURN_SECONDS = 0.01
 _STANDBYS = 16
+_CANCEL_SECONDS = 2.5
+
+logger = getLogger("RolloutController")
 
 
 class _Lane:
@@ -292,6 +296,7 @@ class EpisodeRunner:
     def _complete(self, group: Group) -> None:
         group.cache.clear()
         accepted = group.accepted
+        group.n_accepted = len(accepted)
         if accepted and not self._group_passes(group, accepted):
             group.drop("filtered")
         if group.job is not None:
@@ -303,7 +308,7 @@ class EpisodeRunner:
         if self._stopping:
             self.staleness.running -= 1
             return
-        if not group.dropped and len(accepted) < self.min_members:
+        if not group.dropped and group.n_accepted < self.min_members:
             group.drop("incomplete")
         # Never fewer in the counters than there are: another thread reads them.
         if group.dropped:
@@ -381,10 +386,32 @@ class EpisodeRunner:
         for group in self.unused:
             for episode in group.accepted:
                 episode.outcome, episode.reason = "cancelled", "unused"
+            group.n_accepted = 0
         self.pending.clear()
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
+
+    async def shut_down(self) -> None:
+        """Cancel everything, and stop the loop when it has ended, or when nothing ends any more."""
+        try:
+            self.cancel_all()
+            # Also what episodes left behind: tasks that they started and did not await.
+            current = asyncio.current_task()
+            tasks = [task for task in asyncio.all_tasks(self.loop) if task is not current]
+            for task in tasks:
+                task.cancel()
+            since = self.loop.time()
+            while tasks and self.loop.time() - since < _CANCEL_SECONDS:
+                await asyncio.sleep(0.01)
+                alive = [task for task in tasks if not task.done()]
+                if len(alive) < len(tasks):
+                    tasks, since = alive, self.loop.time()
+                    self.progress += 1
+            if tasks:
+                logger.warning("%d tasks ignore their cancellation and are abandoned", len(tasks))
+        finally:
+            self.loop.stop()
 
     def _cancel(self, lane: _Lane, episodes: Iterable[Episode]) -> None:
         for episode in episodes:

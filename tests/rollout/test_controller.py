@@ -611,7 +611,7 @@ def test_stop_when_thousands_run_leaves_no_task_and_no_thread(start, stubborn):
         controller.submit(row)
     while len(engine.requests) < 2000:
         threading.Event().wait(0.01)
-    thread = controller._thread
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "rollout")
 
     controller.stop()
     controller.stop()

@@ -9,13 +9,16 @@ import attrs
 import fsdp_cases as cases
 import torch
 
-from areal_core.api.configs import LoRAConfig
+from areal_core.api.batch import LossOutput
+from areal_core.api.configs import LoRAConfig, OptimizerConfig
+from areal_core.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from areal_core.trainer.world import ShardRouter, World
+from areal_fsdp.comm import gather_json
 from areal_fsdp.config import FSDPConfig
 from areal_fsdp.export import full, hf_parameters
 
-LR = 1.0
-CLIP = 0.1
+LR = 2.0
+CLIP = 0.05
 STEPS = 2
 
 
@@ -42,7 +45,7 @@ class Case:
     @property
     def alone(self) -> Case:
         """The same in one process."""
-        return Case(self.arch, "fsdp:d1", tuple(f for f in self.flags if f in ("critic", "lora", "entropy")))
+        return Case(self.arch, "fsdp:d1", tuple(f for f in self.flags if f in ("critic", "lora", "entropy", "bf16")))
 
 
 def parts_of(case: Case, dp_size: int) -> list[list[int]]:
@@ -55,7 +58,7 @@ def parts_of(case: Case, dp_size: int) -> list[list[int]]:
     return [[0, 3, 5, 8], [], [1, 2, 4, 6, 7, 9], [10, 11]]
 
 
-def make(case: Case, folder: Path, **fields: Any) -> Any:
+def make(case: Case, folder: Path, optimizer: OptimizerConfig | None = None) -> Any:
     options = FSDPConfig(
         sequence_parallel="nosp" not in case.flags,
         replicate=2 if "hsdp" in case.flags else 1,
@@ -67,14 +70,14 @@ def make(case: Case, folder: Path, **fields: Any) -> Any:
     return cases.make_engine(
         folder,
         backend=case.backend,
-        optimizer=cases.sgd(lr=LR, gradient_clipping=CLIP),
+        optimizer=optimizer or cases.sgd(lr=LR, gradient_clipping=CLIP),
         options=options,
         max_tokens=100,
         role="critic" if "critic" in case.flags else "actor",
         gradient_checkpointing="recompute" in case.flags,
         lora=lora,
         attn_impl="sdpa" if "sdpa" in case.flags else "auto",
-        **fields,
+        dtype="bfloat16" if "bf16" in case.flags else "float32",
     )
 
 
@@ -115,3 +118,89 @@ def train(case: Case, folder: Path, world: World) -> tuple[dict[str, float], dic
     tensors |= {f"parameter.{name}": value for name, value in cases.parameters_of(engine).items()}
     engine.destroy()
     return numbers, tensors
+
+
+def vocab_inputs(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits ``[9, size]``, some of them large, targets ``[9]``, and weights ``[2, 9]`` of log-probs and entropies."""
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(9, size, generator=generator) * 5
+    logits[0] += 300  # its exponential is not finite
+    return logits, torch.randint(0, size, (9,), generator=generator), torch.randn(2, 9, generator=generator)
+
+
+def broken(case: Case, folder: Path, world: World) -> dict[str, Any]:
+    """A step in which the last rank alone has a loss that is not a number, then a good one."""
+    engine = make(case, folder)
+    router = ShardRouter(world, engine)
+    parts = parts_of(case, engine.data_parallel_world_size)
+    shard = router.scatter(cases.ragged_batch() if world.is_main else None, parts)
+    before = cases.parameters_of(engine)
+
+    def loss_fn(output: Any, batch: Any) -> LossOutput:
+        result = cases.policy_loss(output, batch)
+        return LossOutput(result.loss * float("nan"), {}) if world.rank == world.size - 1 else result
+
+    bad = engine.train_batch(shard, loss_fn, cases.token_weight)
+    unchanged = all(torch.equal(tensor, before[name]) for name, tensor in cases.parameters_of(engine).items())
+    good = engine.train_batch(shard, cases.policy_loss, cases.token_weight)
+    mine = [bad["update_skipped"], float(unchanged), good["update_skipped"]]
+    return {"ranks": gather_json(mine, engine.mesh.world, engine.device)}
+
+
+def momentum() -> OptimizerConfig:
+    """An optimizer with a state, whose steps do not magnify rounding as Adam's first ones do."""
+    return OptimizerConfig(type="sgd", momentum=0.9, lr=0.5, weight_decay=0.0, gradient_clipping=0.0)
+
+
+def store(case: Case, models: Path, world: World, out: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Every way weights leave and enter an engine, in ``out``; on rank 0 the parameters at the end.
+
+    A step, then ``hf`` and ``dcp`` are saved, and another step. A second engine that starts from other weights loads
+    the ``dcp`` and takes that step too.
+    """
+    folder = models / case.arch
+    engine = make(case, folder, momentum())
+    router = ShardRouter(world, engine)
+    parts = parts_of(case, engine.data_parallel_world_size)
+
+    def step(which: Any, seed: int) -> float:
+        shard = router.scatter(cases.ragged_batch(seed) if world.is_main else None, parts)
+        return which.train_batch(shard, cases.policy_loss, cases.token_weight)["loss"]
+
+    step(engine, 0)
+    engine.set_version(7)
+    dcp = SaveLoadMeta(path=out / f"{case.file}-dcp", weight_format="dcp", with_optim=True)
+    engine.save(dcp)
+    saved = cases.parameters_of(engine)
+    engine.save(SaveLoadMeta(path=out / f"{case.file}-hf"))
+    facts: dict[str, Any] = {}
+
+    class Receiver:
+        def update_weights_from_memory(self, tensors: Any, version: int) -> None:
+            self.tensors = {name: tensor.clone() for name, tensor in tensors}
+
+        def update_weights_from_disk(self, meta: WeightUpdateMeta) -> None:
+            self.files = sorted(path.name for path in meta.path.iterdir())
+
+    receiver: Any = Receiver() if world.is_main else None
+    engine.connect_engine(receiver, WeightUpdateMeta())
+    engine.update_weights(WeightUpdateMeta(version=8))
+    engine.update_weights(WeightUpdateMeta(type="disk", path=out / f"{case.file}-update", version=8))
+    if world.is_main:
+        facts["names"] = sorted(receiver.tensors)
+        facts["sent"] = all(torch.equal(receiver.tensors[name], tensor) for name, tensor in saved.items())
+        facts["files"] = receiver.files
+    loss = step(engine, 1)
+    straight = cases.parameters_of(engine)
+
+    other = make(case, models / f"{case.arch}-other", momentum())
+    other.load(dcp)
+    facts["version"] = other.get_version()
+    facts["resumed"] = step(other, 1) == loss and all(
+        torch.equal(tensor, straight[name]) for name, tensor in cases.parameters_of(other).items()
+    )
+    other.load(SaveLoadMeta(path=folder))
+    facts["loaded"] = cases.parameters_of(other)["model.norm.weight"].sum().item()
+    other.load(SaveLoadMeta(path=out / f"{case.file}-hf"))
+    facts["reloaded"] = all(torch.equal(tensor, saved[name]) for name, tensor in cases.parameters_of(other).items())
+    return facts, {**{f"saved.{n}": t for n, t in saved.items()}, **{f"straight.{n}": t for n, t in straight.items()}}

@@ -16,6 +16,27 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from areal_core.trainer.world import World
+from areal_fsdp.vocab_parallel import vocab_parallel_logprobs, vocab_range
+
+
+def vocab_case(text: str, out: Path) -> None:
+    """Log-probs, entropy and gradient of this rank's part of some random logits; ``vocab/SIZE``."""
+    size, rank = int(text.split("/")[1]), dist.get_rank()
+    logits, targets, weights = mesh_cases.vocab_inputs(size)
+    start, end = vocab_range(size, rank, dist.get_world_size())
+    local = logits[:, start:end].clone().requires_grad_()
+    assert dist.group.WORLD is not None
+    logprobs, entropy = vocab_parallel_logprobs(
+        local, targets, start=start, group=dist.group.WORLD, temperature=1.7, with_entropy=True
+    )
+    plain, none = vocab_parallel_logprobs(
+        local, targets, start=start, group=dist.group.WORLD, temperature=1.7, with_entropy=False
+    )
+    assert none is None and torch.equal(plain, logprobs) and entropy is not None
+    (logprobs * weights[0] + entropy * weights[1]).sum().backward()
+    assert local.grad is not None
+    tensors = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "gradient": local.grad}
+    save_file(tensors, out / f"vocab{size}-rank{rank}.safetensors")
 
 
 def main() -> None:
@@ -23,9 +44,17 @@ def main() -> None:
     torch.set_num_threads(1)
     world = World.from_environment()
     for text in texts:
+        if text.startswith("vocab/"):
+            vocab_case(text, out)
+            continue
         case = mesh_cases.Case.parse(text)
         try:
-            numbers, tensors = mesh_cases.train(case, models / case.arch, world)
+            if "store" in case.flags:
+                numbers, tensors = mesh_cases.store(case, models, world, out)
+            elif "nan" in case.flags:
+                numbers, tensors = mesh_cases.broken(case, models / case.arch, world), {}
+            else:
+                numbers, tensors = mesh_cases.train(case, models / case.arch, world)
         except Exception:
             traceback.print_exc()
             print(f"above: {text}", flush=True)  # noqa: T201

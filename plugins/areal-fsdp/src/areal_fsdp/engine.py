@@ -25,6 +25,7 @@ from areal_fsdp import comm, loading, lora, storage, weight_update
 from areal_fsdp.background import BackgroundSave
 from areal_fsdp.batch_run import BatchRun, forward_batch
 from areal_fsdp.config import FSDPConfig
+from areal_fsdp.convert import convert
 from areal_fsdp.grad_norm import clip_gradients, grad_norm
 from areal_fsdp.layout import RowPart
 from areal_fsdp.mesh import Mesh, build_mesh, check_strategy
@@ -246,7 +247,7 @@ class FSDPEngine(TrainEngine):
     # ------------------------------------------------------------------------- weights to an engine and to files
 
     def connect_engine(self, engine: InferenceEngine | None, meta: WeightUpdateMeta) -> None:
-        weight_update.check_type(meta)
+        weight_update.check_type(meta, self, engine)
         self.inference = engine
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
@@ -261,6 +262,10 @@ class FSDPEngine(TrainEngine):
 
     def finish_saving(self) -> None:
         storage.finish_saving(self)
+
+    @classmethod
+    def convert(cls, source: Path, target: Path, *, to: str, config: TrainEngineConfig, role: str) -> None:
+        convert(source, target, to=to, config=config, role=role)
 
     def load(self, meta: SaveLoadMeta) -> None:
         storage.load(self, meta)
@@ -337,7 +342,7 @@ class FSDPEngine(TrainEngine):
         return stats
 
     def offload(self) -> None:
-        if self.device.type == "cpu" or self._offloaded:
+        if self.device.type == "cpu" or self.options.cpu_offload or self._offloaded:
             return
         self._move(torch.device("cpu"))
         self._offloaded = True

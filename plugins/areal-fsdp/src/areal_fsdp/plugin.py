@@ -15,5 +15,6 @@ def areal_train_engines() -> list[Registration]:
             target="areal_fsdp.engine:FSDPEngine",
             config="areal_fsdp.config:FSDPConfig",
             description="PyTorch FSDP2 over any transformers causal LM",
+            metadata={"backend_letters": "dtc"},
         )
     ]

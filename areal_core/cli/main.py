@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from areal_core.plugins import PluginManager
 
 #: Modules of this package with ``register(app)``, in the order of the help.
-_COMMAND_MODULES = ("train", "eval", "data", "reward", "runs", "report", "config", "plugins", "doctor")
+_COMMAND_MODULES = ("train", "eval", "data", "reward", "runs", "report", "convert", "config", "plugins", "doctor")
 
 _COMPLETION_VARIABLE = "_AREAL_COMPLETE"
 
@@ -87,14 +87,29 @@ def _report(error: BaseException, debug: bool) -> int:
         return int(getattr(error, "exit_code", 1))
     if debug:
         _print_traceback(error)
+    rank = os.environ.get("RANK") if os.environ.get("WORLD_SIZE", "1") != "1" else None
+    if rank is not None:
+        _tell_launcher(error)
     if isinstance(error, ArealError):
         console.error(str(error))
         return error.exit_code
-    name = type(error).__name__
+    name = type(error).__name__ if rank is None else f"rank {rank}: {type(error).__name__}"
     text = str(error).strip()
     hint = "" if debug else "\nRun with --debug for the traceback."
     console.error(f"{name}: {text}{hint}" if text else f"{name}{hint}")
     return 1
+
+
+def _tell_launcher(error: BaseException) -> None:
+    """Leave the error where torchrun looks for it, so that its summary shows that of the rank that failed first."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    try:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+    except Exception as failure:  # the error itself is what must be told
+        console.warning(f"cannot leave the error to torchrun: {failure}")
 
 
 def _print_traceback(error: BaseException) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
 from areal_core.api.io_struct import (
@@ -14,12 +14,16 @@ from areal_core.api.io_struct import (
     SaveLoadMeta,
     WeightUpdateMeta,
 )
+from areal_core.errors import BadInputError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     import torch.distributed as dist
 
     from areal_core.api.alloc import ParallelStrategy
+    from areal_core.api.configs import TrainEngineConfig
 
 #: ``loss_fn(output, micro_batch) -> LossOutput`` whose ``loss`` is a sum over the micro-batch.
 LossFn = Callable[[TokenOutput, PackedBatch], LossOutput]
@@ -32,7 +36,13 @@ class InferenceEngine(abc.ABC):
 
     Constructed as ``Engine(config: InferenceEngineConfig)``; its own options are ``config.options``. All methods but
     ``agenerate`` may block and are called from the trainer's thread; ``agenerate`` is called from an event loop.
+
+    Attributes:
+        takes_adapters: whether ``update_weights_from_disk`` takes a LoRA adapter in peft's layout (its folder is
+            ``meta.path``) when ``meta.type`` is ``lora``.
     """
+
+    takes_adapters: ClassVar[bool] = False
 
     @abc.abstractmethod
     def initialize(self, model_path: str, tokenizer: Any = None, ft_spec: FinetuneSpec | None = None) -> None:
@@ -73,7 +83,10 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     def update_weights_from_disk(self, meta: WeightUpdateMeta) -> None:
-        """Load safetensors in Hugging Face layout from ``meta.path``. On any error the old weights stay."""
+        """Load safetensors in Hugging Face layout from ``meta.path``. On any error the old weights stay.
+
+        With ``meta.type`` ``lora`` the folder holds an adapter for the model that the engine was initialised with.
+        """
 
     def init_weights_update_group(self, meta: WeightUpdateMeta) -> None:
         """Join the process group that ``update_weights_from_distributed`` receives on."""
@@ -190,6 +203,22 @@ class TrainEngine(abc.ABC):
         Raises:
             ArealError: on every rank, if it failed on any.
         """
+
+    @classmethod
+    def convert(cls, source: Path, target: Path, *, to: str, config: TrainEngineConfig, role: str) -> None:
+        """Write weights in the other format, without a process group: what ``areal convert`` calls.
+
+        Args:
+            source: what ``save`` wrote (``dcp``), or any Hugging Face folder.
+            target: an empty folder.
+            to: ``hf`` (adapters merged) or ``dcp`` (weights alone).
+            config: of the model; its ``path`` is where the architecture and the tokenizer are.
+            role: as in ``initialize``.
+
+        Raises:
+            BadInputError: if the engine cannot, or a file is missing or does not fit.
+        """
+        raise BadInputError(f"{cls.__name__} has no checkpoints that can be converted.")
 
     @abc.abstractmethod
     def load(self, meta: SaveLoadMeta) -> None:

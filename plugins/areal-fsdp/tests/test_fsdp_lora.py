@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from areal_core.api.batch import TokenOutput
@@ -151,3 +153,64 @@ def test_initialize_when_one_end_of_a_tie_is_trained_expected_error(
 
     with pytest.raises(BadInputError, match=rf"lora\.{key}.*tie_word_embeddings"):
         cases.make_engine(folder, optimizer=cases.sgd(), lora=lora(**fields))
+
+
+class AdapterReceiver:
+    """Reads the adapter as peft does, and remembers what it was told."""
+
+    takes_adapters = True
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.logprobs: torch.Tensor | None = None
+
+    def update_weights_from_disk(self, meta: WeightUpdateMeta) -> None:
+        assert meta.type == "lora" and meta.path is not None
+        model = peft.PeftModel.from_pretrained(cases.load_reference(self.base, dtype=torch.float32), meta.path)
+        with torch.no_grad():
+            self.logprobs, _ = cases.reference_logprobs(model.eval(), cases.ragged_batch())
+
+
+def test_update_weights_when_lora_type_expected_adapter_folder_alone(tmp_path: Path) -> None:
+    engine = trained_engine(tmp_path, target_modules=["q_proj", "down_proj"])
+    receiver: Any = AdapterReceiver(tmp_path / "model")
+    meta = WeightUpdateMeta(type="lora", path=tmp_path / "weights" / "update", version=2)
+    engine.connect_engine(receiver, meta)
+
+    for _ in range(2):  # the second replaces the first
+        engine.update_weights(meta)
+
+    assert_close(receiver.logprobs, engine.forward(cases.ragged_batch()).logprobs, rtol=1e-5, atol=1e-5)
+    assert sorted(p.name for p in meta.path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    config = json.loads((meta.path / "adapter_config.json").read_text())
+    # What vLLM and SGLang read.
+    expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 12, "bias": "none"}
+    assert {key: config[key] for key in expected} == expected
+    assert sorted(config["target_modules"]) == ["down_proj", "q_proj"]
+    assert config["base_model_name_or_path"] == str(tmp_path / "model")
+    names = load_file(meta.path / "adapter_model.safetensors").keys()
+    assert len(names) == 2 * 2 * 2
+    assert all(
+        n.startswith("base_model.model.model.layers.") and ".lora_" in n and n.endswith(".weight") for n in names
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "takes", "message"),
+    [
+        (None, True, "`lora` is not set"),
+        ({"modules_to_save": ["lm_head"]}, True, r"lora\.modules_to_save"),
+        ({}, False, "AdapterReceiver takes no adapter"),
+    ],
+    ids=str,
+)
+def test_connect_engine_when_adapter_cannot_be_sent_expected_error(
+    fields: dict[str, Any] | None, takes: bool, message: str, tmp_path: Path
+) -> None:
+    folder = cases.make_folder("qwen3", tmp_path / "model")
+    engine = cases.make_engine(folder, optimizer=cases.sgd(), lora=None if fields is None else lora(**fields))
+    receiver: Any = AdapterReceiver(folder)
+    receiver.takes_adapters = takes
+
+    with pytest.raises(BadInputError, match=rf"weight_update\.type: .*{message}"):
+        engine.connect_engine(receiver, WeightUpdateMeta(type="lora", path=tmp_path / "update"))

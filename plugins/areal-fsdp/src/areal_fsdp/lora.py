@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> Any:
             model,
             LoraConfig(
                 r=config.rank,
-                lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft takes a float too
+                # peft takes a number that is not whole too, but servers write whole ones.
+                lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # type: ignore[arg-type]
                 lora_dropout=config.dropout,
                 target_modules=targets,
                 modules_to_save=config.modules_to_save or None,
@@ -87,11 +89,12 @@ def merged_weight(layer: Any, weight: torch.Tensor, a: torch.Tensor, b: torch.Te
     return weight + (delta.T if layer.fan_in_fan_out else delta).to(weight.dtype)
 
 
-def write_adapter(wrapped: Any, state: dict[str, torch.Tensor], path: Path) -> None:
-    """Write ``adapter_model.safetensors`` and ``adapter_config.json``, as peft and servers read them.
+def write_adapter(wrapped: Any, state: dict[str, torch.Tensor], path: Path, *, base: Path, is_critic: bool) -> None:
+    """Write ``adapter_model.safetensors`` and ``adapter_config.json``, as peft, vLLM and SGLang read them.
 
     Args:
         state: full tensors of the trained parameters, by their name in the ``PeftModel``.
+        base: the model that the adapter belongs to.
     """
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
@@ -99,4 +102,9 @@ def write_adapter(wrapped: Any, state: dict[str, torch.Tensor], path: Path) -> N
     path.mkdir(parents=True, exist_ok=True)
     adapter = get_peft_model_state_dict(wrapped, state_dict=state, save_embedding_layers=False)
     save_file({k: v.contiguous() for k, v in adapter.items()}, path / "adapter_model.safetensors")
-    wrapped.peft_config[_ADAPTER].save_pretrained(path)
+    config = copy.copy(wrapped.peft_config[_ADAPTER])
+    # Given to peft from the start, a task would make it train a scalar head beside the adapter.
+    config.task_type = "SEQ_CLS" if is_critic else "CAUSAL_LM"
+    config.base_model_name_or_path = str(base)
+    config.inference_mode = True
+    config.save_pretrained(path)

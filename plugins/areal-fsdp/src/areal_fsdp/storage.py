@@ -107,7 +107,7 @@ def save_adapter(engine: FSDPEngine, path: Path) -> None:
     error: Exception | None = None
     try:
         if engine.mesh.rank == 0:
-            lora.write_adapter(engine.peft, trained, path)
+            lora.write_adapter(engine.peft, trained, path, base=engine.folder, is_critic=engine.is_critic)
     except Exception as caught:
         error = caught
     comm.raise_together(error, engine.mesh.world, engine.device)

@@ -39,7 +39,7 @@ from areal_local.worker import main
 main(int(sys.argv[2]), int(sys.argv[3]))
 """
 _STOP_SECONDS = 3.0
-_TAIL_BYTES, _TAIL_LINES = 4096, 12
+_TAIL_BYTES, _TAIL_LINES, _LINE_LENGTH = 16384, 12, 300
 
 
 class GenerationProcessError(ArealError):
@@ -328,7 +328,10 @@ class GenerationProcess:
         else:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             status = f"was ended by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
-        lines = self._tail.decode("utf-8", "replace").splitlines()[-_TAIL_LINES:]
+        lines = [line[:_LINE_LENGTH] for line in self._tail.decode("utf-8", "replace").splitlines() if line]
+        # Of a crash (see faulthandler) the first lines tell most, of a traceback the last.
+        crash = next((i for i, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+        lines = lines[-_TAIL_LINES:] if crash is None else lines[crash : crash + _TAIL_LINES]
         said = "\n".join(["; the last it said:", *lines]) if lines else ""
         return f"the generation process {self.popen.pid} {status}{said}"
 

@@ -57,9 +57,9 @@ class SharedWeights:
         if self._tensors is None:
             memory = mmap.mmap(self.descriptor, self.size)
             self._tensors = [
-                torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).view(*shape)
+                torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).view(tuple(shape))
                 if math.prod(shape)
-                else torch.empty(*shape, dtype=dtype)
+                else torch.empty(tuple(shape), dtype=dtype)
                 for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True)
             ]
         return self._tensors

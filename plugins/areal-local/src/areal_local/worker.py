@@ -23,7 +23,7 @@ def main(socket_descriptor: int, segment: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What libraries print must not end up in the output of a command.
     os.dup2(2, 1)
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)
     sock = socket.socket(fileno=socket_descriptor)
     threading.Thread(target=_exit_with_parent, args=(sock,), name="parent-watch", daemon=True).start()
     code = 0

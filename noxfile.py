@@ -48,6 +48,13 @@ def tests(session: nox.Session) -> None:
     codes = [0, 5] if session.posargs else [0]
     for marks, workers in ((f"not slow and {OTHER_ENVIRONMENTS}", "2"), (f"slow and {OTHER_ENVIRONMENTS}", "2")):
         session.run("pytest", "-n", workers, "-m", marks, *session.posargs, env=QUIET_THREADS, success_codes=codes)
+    if not session.posargs:
+        # Apart from the others: where torchao is installed, transformers imports it, which takes a second in each of
+        # the many processes, and prints warnings into their output.
+        torchao = str(Path(session.create_tmp()) / "torchao")
+        session.install("-c", "constraints.txt", "--no-deps", "--upgrade", "--target", torchao, "torchao")
+        quantization = "plugins/areal-fsdp/tests/test_fsdp_quantization.py"
+        session.run("pytest", quantization, env={**QUIET_THREADS, "PYTHONPATH": torchao})
 
 
 @nox.session

@@ -110,6 +110,9 @@ class TrainEngineConfig:
     )
     weight_update: WeightUpdateConfig = option(factory=WeightUpdateConfig, help="Way to the inference engine.")
     param_dtype: DType = option("float32", "Type of the stored parameters.")
+    quantization: Literal["int8_weight_only", "float8_weight_only"] | None = option(
+        None, "Store the weights of a model that is not trained (ref) in 8 bits."
+    )
     attn_impl: str = option("auto", "auto: varlen attention of the engine; else a transformers implementation name.")
     trust_remote_code: bool = option(False, "Run code that comes with the model folder.")
     temperature: float = option(1.0, "Set from gconfig.temperature.", gt=0, internal=True)

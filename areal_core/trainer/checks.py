@@ -21,6 +21,11 @@ def check_run(config: BaseTrainerConfig, world_size: int) -> None:
     """
     for key, engine in _train_engines(config):
         engine.parsed_backend.parallel.check_world_size(world_size, key=f"{key}.backend")
+        if engine.quantization is not None and engine.optimizer is not None:
+            raise ConfigError(
+                "weights in 8 bits cannot be trained. Set it for a model without `optimizer`, such as ref.",
+                key=f"{key}.quantization",
+            )
         folder = Path(engine.path)
         looks_local = engine.path.startswith((".", "/", "~")) or len(folder.parts) > 2
         if looks_local and not (folder / "config.json").is_file():

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 
 def autocast(engine: FSDPEngine) -> AbstractContextManager[Any]:
-    """Mixed precision in one process; FSDP has a policy of its own."""
-    if engine.mesh.world is not None or engine.config.dtype == engine.config.param_dtype:
+    """Mixed precision in one process; FSDP has a policy of its own, and 8-bit weights compute in their input's type."""
+    quantized = engine.config.quantization is not None
+    if quantized or engine.mesh.world is not None or engine.config.dtype == engine.config.param_dtype:
         return nullcontext()
     return torch.autocast(engine.device.type, dtype=engine.compute_dtype)
 

@@ -41,5 +41,10 @@ class FSDPConfig:
     reduce_dtype: Literal["float32", "bfloat16"] = option(
         "float32", "Type in which gradients are added up over the data-parallel ranks."
     )
+    float8: Literal["none", "tensorwise", "rowwise", "emulated"] = option(
+        "none",
+        "Train with float8 products of matrices (torchao), scaled by tensor or by row; emulated: the numerics of "
+        "tensorwise on any device, slowly.",
+    )
     cpu_offload: bool = option(False, "Keep sharded parameters, gradients and optimizer state in host memory.")
     max_shard_size: str = option("5GB", "Largest safetensors file of an export.")

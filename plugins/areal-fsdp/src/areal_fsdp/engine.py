@@ -31,6 +31,7 @@ from areal_fsdp.layout import RowPart
 from areal_fsdp.mesh import Mesh, build_mesh, check_strategy
 from areal_fsdp.optim import Schedule, SkipGuard, build_optimizer
 from areal_fsdp.parallel import broadcast_weights, build_scorer, check_parallel, shard_model
+from areal_fsdp.quantization import check_quantization, quantize_weights, use_float8
 from areal_fsdp.recompute import enable_recomputation
 from areal_fsdp.scorer import Scorer
 from areal_fsdp.tensor_parallel import check_heads
@@ -95,6 +96,7 @@ class FSDPEngine(TrainEngine):
             raise BadInputError(f"role: {role!r} is not one of actor, ref, critic, reward.")
         config = self.config
         self._check_dtypes(role)
+        check_quantization(config, self.options, mesh, key=role)
         self.role = role
         self.is_critic = role in ("critic", "reward")
         error: Exception | None = None
@@ -115,11 +117,15 @@ class FSDPEngine(TrainEngine):
             enable_recomputation(
                 model, config.recomputation, selection=self.options.recompute, every=self.options.recompute_every
             )
+        if self.options.float8 != "none":
+            use_float8(model, self.options.float8)
         model.to(self.device)
         if mesh.world is not None:
             broadcast_weights(model, mesh.world)
+        if config.quantization is not None:
+            quantize_weights(model.to(self.compute_dtype), config.quantization)
         self._scorer = build_scorer(model, mesh, config, self.options, is_critic=self.is_critic)
-        if mesh.world is not None:
+        if mesh.world is not None and config.quantization is None:
             shard_model(self._scorer, mesh, self.compute_dtype, self.options)
         if config.optimizer is not None:
             self.optimizer = build_optimizer(model, config.optimizer)

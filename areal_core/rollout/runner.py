@@ -22,7 +22,7 @@ from areal_core.rollout.staleness import StalenessManager
 
 #: How long episodes that never wait for anything may keep the event loop from its other work.
 _TURN_SECONDS = 0.01
-_STANDBYS = 16
+_MOST_STANDBYS = 64
 _CANCEL_SECONDS = 2.5
 
 logger = getLogger("RolloutController")
@@ -31,12 +31,13 @@ logger = getLogger("RolloutController")
 class _Lane:
     """Episodes that wait for their turn, and those that run, in the order of their start."""
 
-    __slots__ = ("paused", "queue", "running", "standbys")
+    __slots__ = ("paused", "queue", "running", "standbys", "wanted")
 
     def __init__(self) -> None:
         self.queue: deque[Episode] = deque()
         self.running: dict[Episode, None] = {}
-        self.standbys = 0
+        self.standbys = 0  # workers that are about to start
+        self.wanted = 1  # as many of them
         self.paused = False
 
 
@@ -169,8 +170,7 @@ class EpisodeRunner:
         """Have workers for what waits, unless some are about to start."""
         if lane.standbys or lane.paused or self._stopping or self.fatal is not None:
             return
-        # Several at once: of episodes that suspend, only one for each would start in a turn of the loop.
-        count = min(_STANDBYS, len(lane.queue), self._limit - len(lane.running))
+        count = min(lane.wanted, len(lane.queue), self._limit - len(lane.running))
         for number in range(count):
             lane.standbys += 1
             # In a context of its own, not that of the episode which happens to be playing.
@@ -184,6 +184,8 @@ class EpisodeRunner:
         now = loop.time()
         if first:  # At most one starts in a turn of the loop: all that start in it share the time.
             self._turn_end = now + _TURN_SECONDS
+            # Where episodes suspend, one worker would be all that starts in a turn.
+            lane.wanted = min(2 * lane.wanted, _MOST_STANDBYS) if running else 1
         try:
             while queue and now < self._turn_end and len(running) < self._limit:
                 if lane.paused or self._stopping or self.watch.fatal is not None:

@@ -29,7 +29,7 @@ class PackedBatch:
         rows: per-sequence tensors ``[B, ...]``: ``rewards`` (fp32), ``group_ids`` (int64; equal for the samples of
             one prompt), ``prompt_lens`` (int32), ``trainer_version`` (int32; of the weights before the step), ...
             Rewards with names also stand in ``reward_terms`` (fp32 ``[B, K]``): unweighted, the columns in the order of
-            the configuration, NaN where a sequence lacks one.
+            the configuration, NaN where a sequence lacks one; the trainer adds their ``reward_weights`` ``[B, K]``.
     """
 
     cu_seqlens: torch.Tensor

@@ -138,7 +138,7 @@ def test_load_dcp_when_without_optimizer_expected_weights_only(tmp_path: Path) -
     assert all(torch.equal(expected[k], v) for k, v in cases.parameters_of(other).items())
 
 
-@pytest.mark.parametrize("damage", ["data", "metadata", "state", "shape", "folder"])
+@pytest.mark.parametrize("damage", ["data", "metadata", "state", "steps", "shape", "folder"])
 def test_load_dcp_when_damaged_expected_error_and_unchanged_model(damage: str, tmp_path: Path) -> None:
     folder = cases.make_folder("qwen2", tmp_path / "model")
     engine = cases.make_engine(folder, optimizer=ADAMW, ft_spec=SPEC)
@@ -154,6 +154,8 @@ def test_load_dcp_when_damaged_expected_error_and_unchanged_model(damage: str, t
         (path / ".metadata").write_bytes(b"nonsense")
     elif damage == "state":
         (path / "areal_state.json").write_text("{")
+    elif damage == "steps":
+        (path / "areal_state.json").write_text('{"version": 1, "schedule_step": 1}')
     elif damage == "shape":
         engine = cases.make_engine(cases.make_folder("llama", tmp_path / "llama"), optimizer=ADAMW, ft_spec=SPEC)
         before = cases.parameters_of(engine)

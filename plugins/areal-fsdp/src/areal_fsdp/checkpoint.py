@@ -185,8 +185,9 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise BadInputError(f"{path}: no {META_FILE}; this is not a checkpoint of the fsdp engine.") from error
     except ValueError as error:
         raise BadInputError(f"{path / META_FILE}: not valid JSON ({error}).") from error
-    if not isinstance(meta, dict) or "version" not in meta:
-        raise BadInputError(f"{path / META_FILE}: has no 'version'.")
+    for key in ("version", "steps", "schedule_step"):
+        if not isinstance(meta, dict) or not isinstance(meta.get(key), int):
+            raise BadInputError(f"{path / META_FILE}: has no whole number {key!r}.")
     return meta
 
 

@@ -20,6 +20,8 @@ from areal_core.api.batch import PackedBatch, TokenOutput
 from areal_core.api.configs import PPOActorConfig
 from areal_core.api.io_struct import GenerationHyperparameters, ModelResponse
 from areal_core.api.load import load_run_config
+from areal_core.plugins.manager import get_plugin_manager
+from areal_core.trainer.loading import build_algorithm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -191,6 +193,31 @@ def test_workflow_example_when_run_keeps_the_better_answer(texts, rewarded):
         assert trajectory.versions.tolist() == [-1, -1, 3]
 
 
+def test_agent_example_when_the_model_calls_its_tool_answers_and_scores():
+    # Arrange: a client that calls the tool, and then says what the tool said
+    requests = []
+
+    async def create(*, model, messages, tools):
+        requests.append(list(messages))
+        call = SimpleNamespace(id="call00000", function=SimpleNamespace(name="square", arguments='{"x": 7}'))
+        first = SimpleNamespace(content=None, tool_calls=[call])
+        message = first if len(requests) == 1 else SimpleNamespace(content=messages[-1]["content"], tool_calls=None)
+        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+    async def reward(prompt, completion, answer):
+        return float(completion == answer)
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    row = {"messages": [{"role": "user", "content": "7 * 7 = ?"}], "answer": "49"}
+
+    # Act
+    result = asyncio.run(names_of("docs/plugins/workflow.md")["SquareAgent"]().run(row, client, reward))
+
+    # Assert
+    assert result == 1.0 and requests[0] == row["messages"]
+    assert requests[1][-1] == {"role": "tool", "tool_call_id": "call00000", "content": "49"}
+
+
 def test_algorithm_example_when_applied_follows_its_formula():
     # Arrange: two groups; sequences of 2, 3, 2 tokens, the first of each being prompt
     batch = PackedBatch(
@@ -248,3 +275,41 @@ def test_navigation_when_read_lists_every_page():
     listed = set(re.findall(r"[\w/-]+\.md", text))
 
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+
+
+def test_algorithms_when_registered_have_a_page_and_an_example():
+    # Arrange
+    names = {entry.registration.name for entry in get_plugin_manager().registrations("areal_algorithms")}
+
+    # Act
+    pages = {page.stem: page.read_text() for page in (ROOT / "docs" / "algorithms").glob("*.md")}
+    examples = {path.stem for path in (ROOT / "examples" / "algorithms").glob("*.yaml")}
+
+    # Assert
+    assert names - pages.keys() == set() and names - examples == set()
+    overview = (ROOT / "docs" / "algorithms.md").read_text()
+    for name in names:
+        assert all(f"## {part}" in pages[name] for part in ("Equation", "Source", "Configuration", "What to look at"))
+        assert f"(algorithms/{name}.md)" in overview
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "algorithms").glob("*.md")), ids=lambda path: path.stem)
+def test_algorithm_page_when_its_configuration_is_merged_into_the_example_is_valid(page, tmp_path):
+    # Arrange
+    example = yaml.safe_load((ROOT / "examples" / "algorithms" / f"{page.stem}.yaml").read_text())
+    (snippet,) = blocks(page, "yaml")
+    changes = yaml.safe_load(snippet)
+    for key in {"reward", "rewards"} & changes.keys():
+        example.pop({"rewards": "reward", "reward": "rewards"}[key], None)
+        example.pop(key, None)
+    for key, value in changes.items():
+        example[key] = {**example.get(key, {}), **value}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(example))
+
+    # Act
+    config = load_run_config(tmp_path / "run.yaml", [])
+
+    # Assert
+    assert config.algorithm.name == page.stem
+    algorithm = build_algorithm(config, get_plugin_manager())
+    algorithm.check(group_size=config.gconfig.n_samples, has_ref=False, has_critic=config.critic is not None)

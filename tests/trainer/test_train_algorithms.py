@@ -153,7 +153,7 @@ def test_train_when_two_ranks_reports_the_same_maxima_and_means(rl_plain: dict[s
     one = areal("train", path, "run.name=one", "total_train_steps=1")
     two = torchrun(2, "train", path, "run.name=two", "total_train_steps=1", "actor.backend=fsdp:d2")
 
-    assert (one.returncode, two.returncode) == (0, 0), two.stderr
+    assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
     (first,), (second,) = (read_metrics(tmp_path / "runs" / name) for name in ("one", "two"))
     for name in ("ratio", "ratio_max", "behave_ratio_max", "entropy", "logprob_gap_max", "approx_kl", "policy_loss"):
         assert second[f"train/{name}"] == pytest.approx(first[f"train/{name}"], rel=1e-4, abs=1e-5), name

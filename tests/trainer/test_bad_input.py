@@ -55,7 +55,7 @@ def change(plain: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
 CASES = [
     pytest.param("actor.backend", "fsdpp:d1", ["actor.backend", "fsdpp", "fsdp"], id="unknown-train-engine"),
     pytest.param("rollout.backend", "vlm", ["rollout.backend", "vlm"], id="unknown-inference-engine"),
-    pytest.param("rollout.backend", "local:d2", ["rollout.backend", "d2", "one process"], id="local-has-no-mesh"),
+    pytest.param("rollout.backend", "local:d2", ["rollout.backend", "d2", "one model"], id="local-has-no-mesh"),
     pytest.param("reward.name", "gsm9k", ["reward.name", "gsm9k", "gsm8k"], id="unknown-reward"),
     pytest.param("rewards", {"a": {"name": "gsm8k"}}, ["rewards", "`reward`", "Give one"], id="both-rewards"),
     pytest.param("reward", ..., ["reward: is required", "rewards"], id="no-reward"),

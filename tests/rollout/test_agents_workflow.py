@@ -1,5 +1,6 @@
 """Agents as workflows: what they are given, what they return, and what becomes of it."""
 
+import contextlib
 import math
 import sys
 
@@ -126,6 +127,30 @@ async def test_agent_when_it_asked_nothing_is_rejected_with_a_reason():
 async def test_agent_when_it_does_not_catch_a_limit_is_rejected(options, answers, reason):
     with pytest.raises(EpisodeRejected, match=reason):
         await runner(Agent(1.0), **options).arun_episode(episode(*answers), {})
+
+
+async def test_agent_when_a_library_wraps_the_refusal_is_rejected_all_the_same():
+    class Wrapping(Agent):
+        async def run(self, data, client):
+            try:
+                for _ in range(2):
+                    await client.chat.completions.create(model="policy", messages=[user("?")])
+            except Exception as error:
+                raise RuntimeError("the graph has failed") from error
+
+    with pytest.raises(EpisodeRejected, match="agent_max_completions"):
+        await runner(Wrapping(1.0), max_completions=1).arun_episode(episode(), {})
+
+
+async def test_agent_when_it_fails_after_a_refusal_it_caught_shows_its_own_error():
+    class Confused(Agent):
+        async def run(self, data, session):
+            with contextlib.suppress(Exception):
+                await super().run(data, session)
+            raise LookupError("my own mistake")
+
+    with pytest.raises(LookupError, match="my own mistake"):
+        await runner(Confused(1.0), max_completions=1).arun_episode(episode(), {})
 
 
 async def test_agent_when_it_catches_a_limit_is_accepted():

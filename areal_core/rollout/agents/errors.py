@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+MAX_COMPLETIONS = "max_completions"
+CONTEXT_LENGTH = "context_length_exceeded"
+ENGINE_ERROR = "engine_error"
+
 
 class APIError(Exception):
     """A refused request.
@@ -23,6 +27,18 @@ class APIError(Exception):
         kinds = {404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refusal_behind(error: BaseException | None) -> str | None:
+    """The code of the refused request that ``error`` comes from (ours, the client's, or a library's around it)."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        code = getattr(error, "code", None)
+        if code in (MAX_COMPLETIONS, CONTEXT_LENGTH, ENGINE_ERROR):
+            return str(code)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def unsupported(field: str, message: str) -> APIError:

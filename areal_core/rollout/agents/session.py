@@ -16,7 +16,13 @@ from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 from areal_core.errors import BadInputError
 from areal_core.rollout.agents.completions import Completion, FinishReason
-from areal_core.rollout.agents.errors import APIError, unsupported
+from areal_core.rollout.agents.errors import (
+    CONTEXT_LENGTH,
+    ENGINE_ERROR,
+    MAX_COMPLETIONS,
+    APIError,
+    unsupported,
+)
 from areal_core.rollout.agents.messages import Message, chain, digest, extend, for_template
 from areal_core.rollout.agents.request import ChatRequest, choice_seed, parse_request
 from areal_core.rollout.agents.responses import chat_completion, chunks
@@ -64,7 +70,6 @@ class AgentSession:
         completions: all that were sampled, by id.
         stats: counts: ``completions``, ``branches`` (chats begun anew, beyond the first), ``tool_calls``,
             ``malformed_tool_calls``, ``refused_requests``.
-        limit: ``max_completions`` or ``context_length`` once a request was refused for it; else None.
         failure: what the engine raised last, or None.
     """
 
@@ -79,7 +84,6 @@ class AgentSession:
         self.engine, self.settings, self.training = engine, settings, training
         self.completions: dict[str, Completion] = {}
         self.stats: Counter[str] = Counter()
-        self.limit: str | None = None
         self.failure: Exception | None = None
         self._check_reward = check_reward or (lambda value, what: float(value))
         self._cache: dict[Any, Any] = getattr(engine, "group_cache", {})
@@ -184,12 +188,11 @@ class AgentSession:
     def _count(self, n: int) -> None:
         most = self.settings.config.max_completions
         if most is not None and self._sampled + n > most:
-            self.limit = "max_completions"
             raise APIError(
                 f"the episode has {self._sampled} completions, and {n} more would exceed its "
                 f"workflow.agent.max_completions of {most}",
                 status=429,
-                code="max_completions",
+                code=MAX_COMPLETIONS,
             )
         self._sampled += n
 
@@ -251,13 +254,12 @@ class AgentSession:
 
     def _failed(self, error: Exception) -> APIError:
         self.failure = error
-        return APIError(f"{type(error).__name__}: {error}", status=500, code="engine_error")
+        return APIError(f"{type(error).__name__}: {error}", status=500, code=ENGINE_ERROR)
 
     def _too_long(self, message: str) -> APIError:
         # As in the workflow multi_turn: a first prompt that cannot be answered is the dataset's mistake; a later one
         # means that the dialogue has outgrown the context.
-        self.limit = "context_length"
-        return APIError(message, param="messages", code="context_length_exceeded")
+        return APIError(message, param="messages", code=CONTEXT_LENGTH)
 
     def _record(
         self, chat: ChatRequest, response: ModelResponse, parent: Completion | None, order: int, index: int, key: bytes

@@ -16,6 +16,7 @@ from areal_core.api.workflow_api import RolloutWorkflow
 from areal_core.errors import BadInputError
 from areal_core.rollout.agents.client import AgentClients
 from areal_core.rollout.agents.completions import chosen
+from areal_core.rollout.agents.errors import CONTEXT_LENGTH, ENGINE_ERROR, MAX_COMPLETIONS, refusal_behind
 from areal_core.rollout.agents.export import export_concat, export_individual
 from areal_core.rollout.agents.rewards import OnError, RewardJudge
 from areal_core.rollout.agents.session import MODEL, AgentSession, SessionSettings
@@ -157,11 +158,11 @@ def _explained(session: AgentSession, error: Exception) -> Exception:
     """What the controller should see instead of ``error``, which may only be what the client made of it."""
     if isinstance(error, (EpisodeRejected, RewardError, BadInputError)):
         return error
-    if session.failure is not None:
+    refusal = refusal_behind(error)
+    if refusal == ENGINE_ERROR and session.failure is not None:
         return session.failure
-    if session.limit is not None:
-        return EpisodeRejected(f"agent_{session.limit}")
-    return error
+    reasons = {MAX_COMPLETIONS: "agent_max_completions", CONTEXT_LENGTH: "agent_context_length"}
+    return EpisodeRejected(reasons[refusal]) if refusal in reasons else error
 
 
 def _keywords_of(agent: Any, name: str) -> tuple[str, ...]:

@@ -28,7 +28,11 @@ def make_batch() -> PackedBatch:
             "logprobs": torch.randn(total, generator=generator),
             "half": torch.randn(total, 3, generator=generator).bfloat16(),
         },
-        {"rewards": torch.randn(4, generator=generator), "group_ids": torch.tensor([0, 0, 1, 1])},
+        {
+            "rewards": torch.randn(4, generator=generator),
+            "group_ids": torch.tensor([0, 0, 1, 1]),
+            "reward_terms": torch.randn(4, 2, generator=generator),
+        },
     )
 
 

@@ -158,8 +158,8 @@ class TrainEngine(abc.ABC):
             loss_weight_fn: its weight.
 
         Returns:
-            ``loss``, ``grad_norm``, ``lr``, ``update_skipped`` (0 or 1) and the loss function's stats, equal on every
-            rank.
+            ``loss``, ``grad_norm``, ``lr``, ``update_skipped`` (0 or 1), the loss function's stats, and its maxima as
+            ``{name}_max``, equal on every rank.
         """
 
     @abc.abstractmethod

@@ -33,7 +33,11 @@ class _Chart:
 _DERIVED = "trained tokens per second"
 
 _CHARTS = (
-    _Chart("Reward", (r"(rollout|train|eval)/reward", "reward"), "Mean over the step's samples."),
+    _Chart(
+        "Reward",
+        (r"(rollout|train|eval)/reward", "rollout/reward_unfiltered", "reward"),
+        "Mean over the step's samples; unfiltered: also of groups that did not enter the batch.",
+    ),
     _Chart(
         "Named rewards",
         (r"(rollout|eval)/reward/(?!(?:calls|seconds)$)[^/]+",),
@@ -47,22 +51,26 @@ _CHARTS = (
     _Chart("Loss", (r"(train|actor|eval|critic)/loss", r"(train|actor)/policy_loss", "loss")),
     _Chart(
         "KL",
-        (r"(train|actor)/(approx_kl|ref_kl|kl)",),
-        "approx_kl: to the sampler; ref_kl: to the reference model.",
+        (r"(train|actor)/(approx_kl|prox_kl|ref_kl|kl)",),
+        "approx_kl: to the sampler; prox_kl: to the policy before the step; ref_kl: to the reference model.",
     ),
     _Chart(
         "Clip fraction",
-        (r"(train|actor)/(dual_)?clip_fraction", r"(train|actor)/behave_dropped_fraction"),
-        "Share of tokens whose gradient the clip removes.",
+        (r"(train|actor)/(dual_)?clip_fraction(_low|_high)?", r"(train|actor)/behave_(dropped|clamped)_fraction"),
+        "Share of tokens whose gradient the clip removes, by side; or whose importance weight is beyond a bound.",
         "%",
     ),
     _Chart("Entropy", (r"(train|actor)/entropy",), "Nats per token."),
     _Chart(
         "Sampler against trainer",
-        (r"(train|actor)/logprob_gap",),
-        "Mean log-prob difference on the same tokens; 0 but for rounding.",
+        (r"(train|actor)/logprob_gap(_max)?",),
+        "Log-prob difference on the same tokens, mean and largest; 0 but for rounding.",
     ),
-    _Chart("Probability ratio", (r"(train|actor)/(ratio|behave_weight)",), "New over old policy; 1 means equal."),
+    _Chart(
+        "Probability ratio",
+        (r"(train|actor)/(ratio|behave_ratio|behave_weight)",),
+        "New over old policy, and proximal over behaviour before and after its bounds; 1 means equal.",
+    ),
     _Chart("Completion length", (r"(rollout|eval)/completion_len",), "Mean tokens."),
     _Chart("Truncated", (r"(rollout|eval)/truncated",), "Share of completions that hit the length limit.", "%"),
     _Chart("Gradient norm", (r"(train|actor|critic)/grad_norm", "grad_norm"), "Before clipping."),
@@ -79,6 +87,9 @@ _CHARTS = (
         (r"rollout/(rejected|failed|cancelled|retries)",),
         "Episodes of a step that gave no sample, and repeated tries.",
         idle=False,
+    ),
+    _Chart(
+        "Filtered groups", (r"rollout/(filtered|stale|incomplete)_groups",), "Played, but not trained on.", idle=False
     ),
     _Chart("Reward errors", (r"(eval/)?reward/(\w+/)?errors/\w+",), "Calls of a reward that gave no number, by kind."),
     _Chart("Value function", (r"(train|critic)/value_(error|loss|clip_fraction)", r"critic/.*")),

@@ -176,7 +176,10 @@ def test_update_when_synchronous_expected_the_trainers_memory(start, make_model,
 
     engine.update_weights_from_memory(trained.named_parameters(), 1)
 
-    assert addresses(engine.model) == addresses(trained)
+    theirs = addresses(trained)
+    copied = [name for name, parameter in engine.model.named_parameters() if parameter.data_ptr() != theirs[name]]
+    # Only what a decoder has joined with other tensors.
+    assert all(any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")) for name in copied)
     (answer,) = generate(engine, [([5, 6], {})], greedy=True, max_new_tokens=10)
     assert answer.output_tokens == greedy(trained, [5, 6], 10)[2:]
     # An optimizer step in place, then the next update: nothing is left to copy.

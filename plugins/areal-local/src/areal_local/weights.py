@@ -162,6 +162,8 @@ def _can_stand_for(new: torch.Tensor, own: torch.Tensor) -> bool:
         and new.layout == own.layout == torch.strided
         and new.is_contiguous()
         and own.is_contiguous()
+        # Not one that a decoder has joined with others.
+        and own.untyped_storage().nbytes() == own.nbytes
         and not new.is_inference()
     )
 

@@ -76,7 +76,9 @@ class InferenceEngine(abc.ABC):
         """Take over weights from the same process. Call between pause and continue.
 
         Args:
-            tensors: (name in Hugging Face layout, full tensor); every parameter once, tied ones under one name.
+            tensors: (name in Hugging Face layout, full tensor); every parameter once, tied ones under one name. The
+                engine never writes into them. Where nothing generates during an optimizer step
+                (``max_head_offpolicyness`` 0) it may read them in place until the next update.
             version: the version of tokens generated from now on.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot take weights from memory")

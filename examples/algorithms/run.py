@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -89,14 +88,12 @@ def one(name: str, root: Path, arguments: argparse.Namespace) -> float:
     write(arguments.out, name, points, held_out)
     window = max(1, min(WINDOW, len(points) // 2))
     first, last = (sum(r for _, r in part) / window for part in (points[:window], points[-window:]))
-    table = Table(
-        "algorithm", f"reward, first {window}", f"last {window}", "held-out before", "after", "seconds a step"
-    )
     seconds = sorted(line["time/step_s"] for line in lines if "time/step_s" in line)
-    before, after = held_out.get(min(held_out)), held_out.get(max(held_out))
-    numbers = [f"{value:.3f}" for value in (first, last, before, after, seconds[len(seconds) // 2])]
-    table.add_row(name, *numbers)
-    console.print(table)
+    console.print(
+        f"  reward {first:.3f} (first {window} steps) -> {last:.3f} (last {window}), "
+        f"held-out {held_out[min(held_out)]:.3f} -> {held_out[max(held_out)]:.3f}, "
+        f"{seconds[len(seconds) // 2]:.1f} s a step"
+    )
     return last - first
 
 

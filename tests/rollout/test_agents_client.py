@@ -146,6 +146,15 @@ async def test_access_when_a_library_makes_its_own_client_serves_it(clients):
     assert answer.choices[0].message.content == "two"
 
 
+async def test_client_when_an_agent_closes_it_still_serves_others(clients):
+    for text in ("1", "2"):
+        session, _ = make_session(text + END)
+        with clients.open(session) as access:
+            async with access.client as client, access.http_client:
+                answer = await client.chat.completions.create(model="m", messages=[user("?")])
+        assert answer.choices[0].message.content == text
+
+
 async def test_request_when_cancelled_cancels_the_engine(clients):
     session, _ = make_session()
     started, cancelled = asyncio.Event(), []

@@ -62,9 +62,7 @@ class AgentClients:
         openai = import_openai(workflow)
         http = _http_library(openai)
         self._sessions: dict[str, AgentSession] = {}
-        transport = _SessionTransport(self._sessions, http)
-        # Not from the environment: a proxy there is not meant for us.
-        self.http_client = http.AsyncClient(transport=transport, trust_env=False)
+        self.http_client = _shared_client(http, _SessionTransport(self._sessions, http))
         self._client = openai.AsyncOpenAI(
             api_key="in-process", base_url=f"{_HOST}/v1", http_client=self.http_client, max_retries=0
         )
@@ -86,6 +84,23 @@ def _http_library(openai: Any) -> Any:
     """The module whose AsyncClient ``openai`` uses: httpx, or since openai 3 its successor httpx2."""
     base = next(cls for cls in openai.DefaultAsyncHttpxClient.__mro__ if cls.__name__ == "AsyncClient")
     return sys.modules[base.__module__.partition(".")[0]]
+
+
+def _shared_client(http: Any, transport: _SessionTransport) -> Any:
+    """An AsyncClient that an agent may close, as it should with a client of its own, without closing it for others."""
+
+    class SharedAsyncClient(http.AsyncClient):
+        async def __aenter__(self) -> Any:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def aclose(self) -> None:
+            pass
+
+    # Nothing from the environment: a proxy there is not meant for us.
+    return SharedAsyncClient(transport=transport, trust_env=False)
 
 
 class _SessionTransport:

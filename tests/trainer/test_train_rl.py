@@ -143,7 +143,8 @@ def test_train_when_interrupted_saves_and_resumes_to_the_same_weights(
 
 
 @pytest.mark.slow
-def test_train_on_two_ranks_equals_one(rl_plain: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["d2", "c2"])
+def test_train_on_two_ranks_equals_one(mesh: str, rl_plain: dict[str, Any], tmp_path: Path) -> None:
     # Arrange: one group of three a step, so that two ranks hold uneven shards of one group.
     rl_plain["gconfig"]["n_samples"] = 3
     rl_plain["train_dataset"]["batch_size"] = 1
@@ -152,7 +153,7 @@ def test_train_on_two_ranks_equals_one(rl_plain: dict[str, Any], tmp_path: Path)
 
     # Act
     one = areal("train", path, "run.name=one")
-    two = torchrun(2, "train", path, "run.name=two", "actor.backend=fsdp:d2")
+    two = torchrun(2, "train", path, "run.name=two", f"actor.backend=fsdp:{mesh}")
 
     # Assert
     assert one.returncode == 0, one.stderr

@@ -10,6 +10,7 @@ import pytest
 import torch
 from trainer_harness import areal, read_metrics, start_areal, torchrun, untimed, wait_until, weights, write_yaml
 
+from areal_arithmetic.model import write_model_folder
 from areal_core.api.load import load_run_config
 from areal_core.errors import ArealError
 from areal_core.trainer.run import train
@@ -82,14 +83,17 @@ def test_resume_when_killed_equals_uninterrupted_run_bitwise(sft_plain: dict[str
 
 
 @pytest.mark.slow
-def test_sft_on_two_ranks_equals_one(sft_plain: dict[str, Any], tmp_path: Path) -> None:
-    # Arrange: a batch of one leaves the second rank without a sequence.
+@pytest.mark.parametrize("mesh", ["d2", "t2", "c2"])
+def test_sft_on_two_ranks_equals_one(mesh: str, sft_plain: dict[str, Any], tmp_path: Path) -> None:
+    # Arrange: a batch of one leaves the second rank of d2 without a sequence.
     sft_plain["train_dataset"]["batch_size"] = 1
+    write_model_folder(tmp_path / "base", hidden=32, layers=2, heads=4, overwrite=False)  # 2 KV heads
+    sft_plain["actor"]["path"] = str(tmp_path / "base")
     path = write_yaml(tmp_path / "run.yaml", sft_plain)
 
     # Act
     one = areal("train", path, "run.name=one")
-    two = torchrun(2, "train", path, "run.name=two", "actor.backend=fsdp:d2")
+    two = torchrun(2, "train", path, "run.name=two", f"actor.backend=fsdp:{mesh}")
 
     # Assert
     assert one.returncode == 0, one.stderr

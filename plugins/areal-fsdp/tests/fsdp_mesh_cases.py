@@ -9,17 +9,25 @@ import attrs
 import fsdp_cases as cases
 import torch
 
-from areal_core.api.batch import LossOutput
+from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
 from areal_core.api.configs import LoRAConfig, OptimizerConfig
+from areal_core.api.engine_api import LossFn
 from areal_core.api.io_struct import SaveLoadMeta, WeightUpdateMeta
 from areal_core.trainer.world import ShardRouter, World
 from areal_fsdp.comm import gather_json
 from areal_fsdp.config import FSDPConfig
 from areal_fsdp.export import full, hf_parameters
 
-LR = 2.0
-CLIP = 0.05
+LR = 0.5
+CLIP = 1.0
 STEPS = 2
+
+
+#: Their steps are no multiple of the gradient; a large eps keeps Adam from magnifying what is rounding alone.
+OPTIMIZERS = {
+    "adamw": OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, gradient_clipping=CLIP),
+    "muon": OptimizerConfig(type="muon", lr=1e-2, eps=1e-3, weight_decay=0.1, gradient_clipping=CLIP),
+}
 
 
 @attrs.frozen
@@ -45,7 +53,11 @@ class Case:
     @property
     def alone(self) -> Case:
         """The same in one process."""
-        return Case(self.arch, "fsdp:d1", tuple(f for f in self.flags if f in ("critic", "lora", "entropy", "bf16")))
+        return Case(
+            self.arch,
+            "fsdp:d1",
+            tuple(f for f in self.flags if f in ("critic", "lora", "head", "entropy", "bf16", *OPTIMIZERS)),
+        )
 
 
 def parts_of(case: Case, dp_size: int) -> list[list[int]]:
@@ -58,15 +70,31 @@ def parts_of(case: Case, dp_size: int) -> list[list[int]]:
     return [[0, 3, 5, 8], [], [1, 2, 4, 6, 7, 9], [10, 11]]
 
 
+def loss_of(case: Case) -> LossFn:
+    """Large enough that gradients are clipped."""
+    plain = cases.value_loss if "critic" in case.flags else cases.policy_loss
+
+    def loss_fn(output: TokenOutput, batch: PackedBatch) -> LossOutput:
+        result = plain(output, batch)
+        entropy = 0.0 if output.entropy is None else (output.entropy * batch["loss_mask"]).sum()
+        return LossOutput(30 * (result.loss + entropy), result.stats)
+
+    return loss_fn
+
+
 def make(case: Case, folder: Path, optimizer: OptimizerConfig | None = None) -> Any:
     options = FSDPConfig(
         sequence_parallel="nosp" not in case.flags,
         replicate=2 if "hsdp" in case.flags else 1,
         logits_chunk_tokens=32,
         cpu_offload="offload" in case.flags,
+        wrap_layers=["Qwen3Attention", "Qwen3MLP"] if "wrap" in case.flags else [],
+        reshard_after_forward="wrap" not in case.flags,
+        recompute="ops" if "ops" in case.flags else "layers",
         share_prompts="unshared" not in case.flags,
     )
-    lora = LoRAConfig(rank=4, alpha=8.0, target_modules=["all-linear"]) if "lora" in case.flags else None
+    saved = ["lm_head"] if "head" in case.flags else []
+    lora = LoRAConfig(rank=4, alpha=8.0, target_modules=["all-linear"], modules_to_save=saved)
     return cases.make_engine(
         folder,
         backend=case.backend,
@@ -74,8 +102,10 @@ def make(case: Case, folder: Path, optimizer: OptimizerConfig | None = None) -> 
         options=options,
         max_tokens=100,
         role="critic" if "critic" in case.flags else "actor",
-        gradient_checkpointing="recompute" in case.flags,
-        lora=lora,
+        gradient_checkpointing={"recompute": "full", "ops": "selective"}.get(
+            case.flags[-1] if case.flags else "", "none"
+        ),
+        lora=lora if "lora" in case.flags else None,
         attn_impl="sdpa" if "sdpa" in case.flags else "auto",
         dtype="bfloat16" if "bf16" in case.flags else "float32",
     )
@@ -86,10 +116,10 @@ def train(case: Case, folder: Path, world: World) -> tuple[dict[str, float], dic
 
     The batch is scattered from rank 0 as the trainer does it.
     """
-    engine = make(case, folder)
+    engine = make(case, folder, next((OPTIMIZERS[flag] for flag in case.flags if flag in OPTIMIZERS), None))
     router = ShardRouter(world, engine)
     parts = parts_of(case, engine.data_parallel_world_size)
-    loss_fn = cases.value_loss if "critic" in case.flags else cases.policy_loss
+    loss_fn = loss_of(case)
     gradients: dict[str, torch.Tensor] = {}
 
     def keep_gradients(*_: Any) -> None:

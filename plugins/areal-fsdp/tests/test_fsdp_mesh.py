@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import fsdp_cases as cases
 import fsdp_mesh_cases as mesh_cases
@@ -40,6 +41,7 @@ TWO_RANKS = [
     "qwen3/fsdp:c2/critic",
     "qwen3/fsdp:t2/lora",
     "llama/fsdp:t2/nosp/lora",
+    "qwen3/fsdp:t2/lora/head",
     "qwen3/fsdp:c2/lora",
     "qwen2/fsdp:t2/recompute",
     "qwen2/fsdp:c2/recompute",
@@ -50,6 +52,10 @@ TWO_RANKS = [
     "gpt_oss/fsdp:c2",
     "gemma2/fsdp:t2",
     "qwen3/fsdp:d2/offload",
+    "qwen3/fsdp:d2/wrap",
+    "qwen2/fsdp:t2/ops",
+    "qwen3/fsdp:c2/ops",
+    "qwen3/fsdp:t2/adamw",
     "qwen3/fsdp:t2/bf16",
     "qwen3/fsdp:c2/bf16",
 ]
@@ -67,7 +73,16 @@ FOUR_RANKS = [
         "fsdp:t2c2",
         "fsdp:t2c2/nosp",
     )
-] + ["qwen3/fsdp:c4", "qwen2/fsdp:d2t2/hsdp", "llama/fsdp:d2c2/hsdp", "qwen3/fsdp:t2c2/critic", "qwen3/fsdp:d2t2/lora"]
+] + [
+    "qwen3/fsdp:c4",
+    "qwen2/fsdp:d2t2/hsdp",
+    "llama/fsdp:d2c2/hsdp",
+    "qwen3/fsdp:t2c2/critic",
+    "qwen3/fsdp:d2t2/lora",
+    "qwen2/fsdp:d2t2/adamw",
+    "qwen2/fsdp:d2t2/muon",
+    "llama/fsdp:t2c2/muon",
+]
 
 
 @pytest.fixture(scope="module")
@@ -91,39 +106,51 @@ def expected(models: Path) -> Callable[[Case], tuple[dict[str, float], dict[str,
     return lambda case: run(case.alone)
 
 
-def run_all(processes: int, texts: list[str], models: Path, factory: pytest.TempPathFactory) -> Path:
-    out = factory.mktemp(f"ranks{processes}")
-    launch(processes, "fsdp_mesh_worker.py", out, [str(models), str(out), *texts])
-    return out
+class Runs:
+    """Launches all selected cases of a list at once, when the first is asked for: starting processes takes long."""
+
+    def __init__(self, request: pytest.FixtureRequest, models: Path, factory: pytest.TempPathFactory) -> None:
+        calls = (getattr(item, "callspec", None) for item in request.session.items)
+        self.selected = {call.params.get("text") for call in calls if call is not None}
+        self.models, self.factory = models, factory
+        self.done: dict[int, Path] = {}
+
+    def __call__(self, processes: int, texts: list[str], extra: Sequence[str] = ()) -> Path:
+        if id(texts) not in self.done:
+            out = self.factory.mktemp(f"ranks{processes}")
+            chosen = [text for text in texts if text in self.selected]
+            self.done[id(texts)] = out
+            try:
+                launch(processes, "fsdp_mesh_worker.py", out, [str(self.models), str(out), *extra, *chosen])
+            except AssertionError as error:  # of one case: those before it have their results
+                (out / "failure.txt").write_text(str(error))
+        return self.done[id(texts)]
 
 
 @pytest.fixture(scope="module")
-def fast(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_all(2, [*(f"vocab/{size}" for size in VOCABULARIES), *FAST, BROKEN], models, tmp_path_factory)
+def runs(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(request, models, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_all(2, TWO_RANKS, models, tmp_path_factory)
+def fast(runs: Runs) -> Path:
+    return runs(2, FAST, [*(f"vocab/{size}" for size in VOCABULARIES), BROKEN])
 
 
-@pytest.fixture(scope="module")
-def four_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_all(4, FOUR_RANKS, models, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def stored(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_all(4, STORE, models, tmp_path_factory)
+def facts_of(text: str, out: Path) -> dict[str, Any]:
+    path = out / f"{Case.parse(text).file}.json"
+    if not path.exists():
+        pytest.fail((out / "failure.txt").read_text())
+    return json.loads(path.read_text())
 
 
 def check(text: str, out: Path, reference: Callable[[Case], tuple[dict[str, float], dict[str, torch.Tensor]]]) -> None:
     case = Case.parse(text)
     numbers, tensors = reference(case)
-    actual_numbers = json.loads((out / f"{case.file}.json").read_text())
+    actual_numbers = facts_of(text, out)
     actual = load_file(out / f"{case.file}.safetensors")
     # There is something to compare, and the clipping is active.
-    assert max(t.abs().max() for n, t in tensors.items() if n.startswith("gradient0.")) > 0.002
+    assert max(t.abs().max() for n, t in tensors.items() if n.startswith("gradient0.")) > 0.02
     assert numbers["grad_norm_0"] > mesh_cases.CLIP
     low = "bf16" in case.flags
     assert actual_numbers.keys() == numbers.keys()
@@ -138,7 +165,7 @@ def check(text: str, out: Path, reference: Callable[[Case], tuple[dict[str, floa
 
 
 def test_train_batch_when_one_rank_has_a_nan_expected_every_rank_skips(fast: Path) -> None:
-    facts = json.loads((fast / f"{Case.parse(BROKEN).file}.json").read_text())
+    facts = facts_of(BROKEN, fast)
 
     # Skipped, nothing changed, and the next step is taken.
     assert facts["ranks"] == [[1.0, 1.0, 0.0]] * 2
@@ -170,27 +197,25 @@ def test_vocab_parallel_logprobs_expected_formula_and_its_gradient(size: int, fa
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # all cases of a launch run in the first one's fixture
 @pytest.mark.parametrize("text", TWO_RANKS)
-def test_training_when_on_any_mesh_of_two_expected_that_of_one(text: str, two_ranks: Path, expected: Callable) -> None:
-    check(text, two_ranks, expected)
+def test_training_when_on_any_mesh_of_two_expected_that_of_one(text: str, runs: Runs, expected: Callable) -> None:
+    check(text, runs(2, TWO_RANKS), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # all cases of a launch run in the first one's fixture
 @pytest.mark.parametrize("text", FOUR_RANKS)
-def test_training_when_on_any_mesh_of_four_expected_that_of_one(
-    text: str, four_ranks: Path, expected: Callable
-) -> None:
-    check(text, four_ranks, expected)
+def test_training_when_on_any_mesh_of_four_expected_that_of_one(text: str, runs: Runs, expected: Callable) -> None:
+    check(text, runs(4, FOUR_RANKS), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("text", STORE)
 def test_save_and_load_when_on_a_mesh_expected_whole_weights_and_resume_in_one_process(
-    text: str, stored: Path, models: Path
+    text: str, runs: Runs, models: Path
 ) -> None:
-    case = Case.parse(text)
-    facts = json.loads((stored / f"{case.file}.json").read_text())
+    case, stored = Case.parse(text), runs(4, STORE)
+    facts = facts_of(text, stored)
     tensors = load_file(stored / f"{case.file}.safetensors")
     saved = {n.removeprefix("saved."): t for n, t in tensors.items() if n.startswith("saved.")}
     straight = {n.removeprefix("straight."): t for n, t in tensors.items() if n.startswith("straight.")}

@@ -196,6 +196,11 @@ class _Parallelizer:
     def _whole_input(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], torch.Tensor):
             return (self._whole(args[0]), *args[1:]), kwargs
+        if not isinstance(kwargs.get("hidden_states"), torch.Tensor):
+            raise RuntimeError(
+                f"{type(block).__name__} of model type {self.kind!r} gets its input neither as first argument nor as "
+                "hidden_states, so tensor parallelism cannot split it"
+            )
         return args, {**kwargs, "hidden_states": self._whole(kwargs["hidden_states"])}
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:

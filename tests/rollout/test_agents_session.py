@@ -138,6 +138,15 @@ async def test_session_when_history_was_edited_begins_a_branch(edit):
     assert session.stats["branches"] == 1
 
 
+async def test_session_when_chats_run_at_once_counts_each_beyond_the_first():
+    session, _ = make_session("a" + END, "b" + END, "c" + END)
+
+    await asyncio.gather(*(session.create({"messages": [user(text)]}) for text in "xyz"))
+
+    assert session.stats["branches"] == 2
+    assert [completion.order for completion in session.completions.values()] == [0, 1, 2]
+
+
 async def test_session_when_tools_change_begins_a_branch():
     session, _ = make_session("two" + END, "2" + END)
     first = message_of(await session.create({"messages": [user("?")]}))

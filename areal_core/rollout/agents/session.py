@@ -90,7 +90,7 @@ class AgentSession:
         self._scope = str(getattr(engine, "episode_id", id(self)))
         self._name = digest(self._scope).hex()[:16]
         self._ends: dict[bytes, list[Completion]] = {}
-        self._requests = self._sampled = 0
+        self._requests = self._sampled = self._chats = 0
 
     # ------------------------------------------------------------------------------------------------- the agent's
 
@@ -165,8 +165,9 @@ class AgentSession:
                 param="messages",
                 code="invalid_value",
             ) from error
-        if parent is None and any(completion.parent is None for completion in self.completions.values()):
-            self.stats["branches"] += 1
+        if parent is None:
+            self.stats["branches"] += self._chats > 0
+            self._chats += 1
         responses = await self._sample(chat, prompt, order)
         completions = [self._record(chat, response, parent, order, i, keys[-1]) for i, response in enumerate(responses)]
         answer = chat_completion(completions, chat.model, settings.tokenizer, logprobs=chat.logprobs)

@@ -14,6 +14,6 @@ def areal_inference_engines() -> list[Registration]:
             name="local",
             target="areal_local.engine:LocalEngine",
             config="areal_local.config:LocalConfig",
-            description="Embedded engine in this process, pure torch; the default",
+            description="Embedded engine, in a thread or a process of its own, pure torch; the default",
         )
     ]

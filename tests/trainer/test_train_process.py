@@ -32,7 +32,7 @@ def segments() -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda signum: signum.name)
 def test_train_when_the_sampler_is_a_process_and_stopped_leaves_nothing_and_resumes(
     process_plain: dict[str, Any], tmp_path: Path, signum: signal.Signals
 ) -> None:
@@ -62,6 +62,29 @@ def test_train_when_the_sampler_is_a_process_and_stopped_leaves_nothing_and_resu
     assert all(math.isfinite(line["train/loss"]) for line in metrics)
     assert all(0 <= line["rollout/version_lag_max"] <= 1 for line in metrics)
     assert json.loads((run / "state.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_train_when_the_sampler_is_killed_goes_on_with_another(process_plain: dict[str, Any], tmp_path: Path) -> None:
+    # Arrange
+    process_plain["rollout"]["max_head_offpolicyness"] = 0
+    path, run = write_yaml(tmp_path / "run.yaml", process_plain), tmp_path / "runs" / "rl"
+    process = start_areal("train", path)
+    wait_until(lambda: len(read_metrics(run)) >= 2, process)
+    (sampler,) = (c for c in psutil.Process(process.pid).children() if "areal_local" in " ".join(c.cmdline()))
+
+    # Act
+    sampler.kill()
+    output, _ = process.communicate(timeout=240)
+
+    # Assert
+    assert process.returncode == 0, output
+    assert f"the generation process {sampler.pid} was ended by SIGKILL" in output
+    metrics = read_metrics(run)
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    assert sum(line["engine/restarts"] for line in metrics) == 1
+    # The new one samples with the newest weights, or it would not agree with the trainer.
+    assert all(line["train/logprob_gap"] < 1e-5 for line in metrics)
 
 
 @pytest.mark.slow

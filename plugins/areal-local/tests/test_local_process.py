@@ -189,6 +189,13 @@ def test_offload_when_undone_goes_on(engine, generate):
     assert essence(generate(engine, [(PROMPT, {})], greedy=True, max_new_tokens=6)) == essence(before)
 
 
+def test_signals_when_meant_for_the_trainer_are_ignored(engine, generate):
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        os.kill(engine._host.pid, signum)
+
+    assert generate(engine, [(PROMPT, {})], max_new_tokens=3)[0].output_len == 3
+
+
 def test_version_when_set_marks_the_next_tokens(engine, generate):
     engine.set_version(11)
 

@@ -76,7 +76,7 @@ class LocalEngine(InferenceEngine):
         if options.process:
             from areal_local.remote import ProcessHost
 
-            host = ProcessHost(model_path, config, options, self.device)
+            host = ProcessHost(str(model_path), config, options, self.device)
         else:
             model = load_model(
                 model_path, dtype=config.dtype, device=self.device, trust_remote_code=config.trust_remote_code

@@ -19,8 +19,9 @@ def main(socket_descriptor: int, segment: int) -> None:
         socket_descriptor: of the connection to the parent.
         segment: descriptor of the shared weights.
     """
-    # Ctrl-C on the terminal is the parent's to handle.
+    # Ctrl-C, and a scheduler that tells every process of a job to stop, are the parent's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # What libraries print must not end up in the output of a command.
     os.dup2(2, 1)
     faulthandler.enable(all_threads=False)

@@ -237,3 +237,18 @@ def reference_step(folder: Path, batch: PackedBatch, temperature: float = 1.0) -
     loss = policy_loss(TokenOutput(logprobs), batch).loss / token_weight(batch)
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+OPTIMIZERS: dict[str, tuple[OptimizerConfig, dict[str, Any]]] = {
+    "muon": (OptimizerConfig(type="muon", lr=1e-2, weight_decay=0.1), {}),
+    "sgd": (OptimizerConfig(type="sgd", lr=0.1, momentum=0.9, weight_decay=0.0), {}),
+    "states": (OptimizerConfig(lr=1e-3, state_dtype="bfloat16"), {}),
+    "stochastic": (OptimizerConfig(lr=1e-3, state_dtype="bfloat16", rounding="stochastic"), {}),
+    "kahan": (OptimizerConfig(lr=1e-3, rounding="kahan"), {"dtype": "bfloat16", "param_dtype": "bfloat16"}),
+}
+
+
+def optimizer_engine(models: Path, kind: str, backend: str = "fsdp:d1") -> FSDPEngine:
+    """An engine on qwen3 with one of OPTIMIZERS."""
+    optimizer, fields = OPTIMIZERS[kind]
+    return make_engine(models / "qwen3", backend=backend, optimizer=optimizer, **fields)

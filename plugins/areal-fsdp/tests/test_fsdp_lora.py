@@ -24,31 +24,52 @@ def lora(**fields: Any) -> LoRAConfig:
     return LoRAConfig(**{"rank": 4, "alpha": 12.0, **fields})
 
 
-@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "down_proj"]])
-def test_train_batch_when_lora_expected_parameters_of_peft_alone(targets: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "modules_to_save"),
+    [
+        ({}, []),
+        ({"target_modules": ["q_proj", "down_proj"], "rank": 2, "alpha": 7.0}, []),
+        ({"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]}, ["lm_head"]),
+    ],
+    ids=str,
+)
+def test_train_batch_when_lora_expected_losses_and_parameters_of_peft_alone(
+    fields: dict[str, Any], modules_to_save: list[str], tmp_path: Path
+) -> None:
     folder = cases.make_folder("qwen3", tmp_path)
-    engine = cases.make_engine(folder, optimizer=cases.sgd(lr=0.5), lora=lora(target_modules=targets), seed=3)
+    config = lora(**fields)
+    engine = cases.make_engine(folder, optimizer=cases.sgd(lr=0.5), lora=config, seed=3)
     reference = cases.load_reference(folder, dtype=torch.float32)
     torch.manual_seed(3)
     wrapped = peft.get_peft_model(
         reference,
-        peft.LoraConfig(r=4, lora_alpha=12, target_modules="all-linear" if targets == ["all-linear"] else targets),
+        peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            target_modules=fields.get("target_modules", "all-linear"),
+            modules_to_save=modules_to_save or None,
+        ),
     )
     optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.5)
 
     for seed in range(3):
         batch = cases.ragged_batch(seed)
-        engine.train_batch(batch, cases.policy_loss, cases.token_weight)
+        result = engine.train_batch(batch, cases.policy_loss, cases.token_weight)
         optimizer.zero_grad()
         logprobs, _ = cases.reference_logprobs(wrapped, batch)
-        (cases.policy_loss(TokenOutput(logprobs), batch).loss / cases.token_weight(batch)).backward()
+        loss = cases.policy_loss(TokenOutput(logprobs), batch).loss / cases.token_weight(batch)
+        loss.backward()
+        assert result["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+        norm = torch.stack([p.grad.norm() for p in wrapped.parameters() if p.grad is not None]).norm().item()
+        assert result["grad_norm"] == pytest.approx(norm, rel=1e-4)
         optimizer.step()
 
     live = dict(engine.model.named_parameters())
     expected = {n.removeprefix("base_model.model."): p for n, p in wrapped.named_parameters()}
     assert live.keys() == expected.keys()
     for name, parameter in expected.items():
-        assert live[name].requires_grad == parameter.requires_grad == (".lora_" in name)
+        trained = ".lora_" in name or ".modules_to_save." in name
+        assert live[name].requires_grad == parameter.requires_grad == trained
         assert_close(live[name], parameter, rtol=1e-4, atol=1e-5)
     assert max(p.abs().max() for n, p in live.items() if "lora_B" in n) > 1e-3
 

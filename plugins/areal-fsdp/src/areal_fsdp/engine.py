@@ -28,13 +28,16 @@ from areal_fsdp.config import FSDPConfig
 from areal_fsdp.convert import convert
 from areal_fsdp.grad_norm import clip_gradients, grad_norm
 from areal_fsdp.layout import RowPart
+from areal_fsdp.materialize import fill, make_buffers
 from areal_fsdp.mesh import Mesh, build_mesh, check_strategy
+from areal_fsdp.offload import move
 from areal_fsdp.optim import Schedule, SkipGuard, build_optimizer
 from areal_fsdp.parallel import broadcast_weights, build_scorer, check_parallel, shard_model
 from areal_fsdp.quantization import check_quantization, quantize_weights, use_float8
 from areal_fsdp.recompute import enable_recomputation
 from areal_fsdp.scorer import Scorer
 from areal_fsdp.tensor_parallel import check_heads
+from areal_fsdp.weight_source import FileSource, ModelSource, NeedsWholeModel, WeightSource
 
 logger = getLogger("FSDPEngine")
 
@@ -99,15 +102,20 @@ class FSDPEngine(TrainEngine):
         check_quantization(config, self.options, mesh, key=role)
         self.role = role
         self.is_critic = role in ("critic", "reward")
+        # Of 8-bit weights every rank holds all.
+        streamed = mesh.world is not None and config.quantization is None
         error: Exception | None = None
         try:
             self.folder = loading.resolve_folder(config.path, key=f"{role}.path")
-            model = self.build_model(self.folder, from_scratch=config.init_from_scratch)
-            check_parallel(model, mesh, config, self.options, key=role)
-            if self.options.disable_dropout:
-                loading.disable_dropout(model)
-            if config.lora is not None:
-                self.peft = lora.add_lora(model, config.lora)
+            # What is drawn for a model without memory is lost: the draws of the weights must be those of one process.
+            with torch.random.fork_rng(devices=[], enabled=streamed):
+                model = self.build_model(self.folder, from_scratch=config.init_from_scratch, meta=streamed)
+                check_parallel(model, mesh, config, self.options, key=role)
+                if self.options.disable_dropout:
+                    loading.disable_dropout(model)
+                if config.lora is not None:
+                    self.peft = lora.add_lora(model, config.lora)
+            source = self._open_weights(model) if streamed and mesh.rank == 0 else None
         except BadInputError as caught:
             error = caught
         comm.raise_together(error, mesh.world, self.device)
@@ -119,14 +127,20 @@ class FSDPEngine(TrainEngine):
             )
         if self.options.float8 != "none":
             use_float8(model, self.options.float8)
-        model.to(self.device)
-        if mesh.world is not None:
-            broadcast_weights(model, mesh.world)
+        if streamed:
+            make_buffers(model, self.device)
+        else:
+            model.to(self.device)
+            if mesh.world is not None:
+                broadcast_weights(model, mesh.world)
         if config.quantization is not None:
             quantize_weights(model.to(self.compute_dtype), config.quantization)
         self._scorer = build_scorer(model, mesh, config, self.options, is_critic=self.is_critic)
-        if mesh.world is not None and config.quantization is None:
+        if streamed and mesh.world is not None:
             shard_model(self._scorer, mesh, self.compute_dtype, self.options)
+            storage_device = torch.device("cpu") if self.options.cpu_offload else self.device
+            fill(model, source, mesh.world, self.device, storage=storage_device)
+            del source
         if config.optimizer is not None:
             self.optimizer = build_optimizer(model, config.optimizer)
             self.schedule = Schedule(self.optimizer, config.optimizer, ft_spec)
@@ -152,8 +166,22 @@ class FSDPEngine(TrainEngine):
             )
         self.compute_dtype = loading.DTYPES[config.dtype]
 
-    def build_model(self, folder: Path, *, from_scratch: bool) -> nn.Module:
-        """The whole model of a folder on the CPU, as this engine's role and options want it."""
+    def _open_weights(self, model: nn.Module) -> WeightSource:
+        """On rank 0: what fills ``model``, which is on the meta device."""
+        from_scratch, with_lora = self.config.init_from_scratch, self.config.lora is not None
+        if not from_scratch and not with_lora:
+            try:
+                return FileSource(self.folder, model)
+            except NeedsWholeModel:
+                pass
+        # What is drawn at random must be drawn as one process draws it: by a model that is whole.
+        whole = self.build_model(self.folder, from_scratch=from_scratch)
+        if self.config.lora is not None:
+            lora.add_lora(whole, self.config.lora)
+        return ModelSource(whole)
+
+    def build_model(self, folder: Path, *, from_scratch: bool, meta: bool = False) -> nn.Module:
+        """The whole model of a folder on the CPU (or the meta device), as this engine's role and options want it."""
         config = self.config
         hf_config = loading.load_hf_config(folder, trust_remote_code=config.trust_remote_code)
         check_heads(hf_config, tensor=self.mesh.tp_size, context=self.mesh.cp_size, key=f"{self.role}.backend")
@@ -165,6 +193,7 @@ class FSDPEngine(TrainEngine):
             param_dtype=loading.DTYPES[config.param_dtype],
             attn_impl=config.attn_impl,
             trust_remote_code=config.trust_remote_code,
+            meta=meta,
         )
 
     def destroy(self) -> None:
@@ -348,24 +377,19 @@ class FSDPEngine(TrainEngine):
         return stats
 
     def offload(self) -> None:
-        if self.device.type == "cpu" or self.options.cpu_offload or self._offloaded:
+        if self._offloaded:
             return
-        self._move(torch.device("cpu"))
+        module = self.ready()
+        storage.finish_saving(self)
+        if self.device.type != "cpu" and not self.options.cpu_offload:
+            move(module, self.optimizer, torch.device("cpu"))
+            torch.cuda.empty_cache()
+        # On a CPU there is nowhere to go. Still, a call in the wrong order is a mistake on every device.
         self._offloaded = True
-        torch.cuda.empty_cache()
 
     def onload(self) -> None:
         if not self._offloaded:
             return
-        self._move(self.device)
         self._offloaded = False
-
-    def _move(self, device: torch.device) -> None:
-        if self._scorer is None:
-            raise RuntimeError("call initialize first")
-        self._scorer.to(device)
-        if self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        state[key] = value.to(device)
+        if self.device.type != "cpu" and not self.options.cpu_offload:
+            move(self.ready(), self.optimizer, self.device)

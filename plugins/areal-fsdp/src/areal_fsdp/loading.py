@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ def build_model(
     param_dtype: torch.dtype,
     attn_impl: str,
     trust_remote_code: bool,
+    meta: bool = False,
 ) -> nn.Module:
     """A transformers model on the CPU, in evaluation mode.
 
@@ -118,6 +119,7 @@ def build_model(
             has none.
         from_scratch: random weights by torch's global generator, nothing but ``config.json`` is read.
         attn_impl: ``auto`` for packed attention where the architecture allows it.
+        meta: on the meta device instead, without weights; nothing but ``config.json`` is read.
 
     Raises:
         BadInputError: naming the file or the tensor.
@@ -133,8 +135,8 @@ def build_model(
     attention = _choose_attention(auto, hf_config, attn_impl, trust_remote_code)
     common: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
     try:
-        if from_scratch:
-            with _quiet_transformers():
+        if from_scratch or meta:
+            with _quiet_transformers(), torch.device("meta") if meta else nullcontext():
                 model = auto.from_config(hf_config, dtype=param_dtype, **common)
         else:
             check_weight_files(folder)
@@ -145,7 +147,7 @@ def build_model(
             f"{hf_config.model_type!r} with attention {attention!r} ({_first_line(error)})."
         ) from error
     model.config.use_cache = False
-    if from_scratch:
+    if from_scratch or meta:
         _read_generation_config(model, folder)
     if is_critic and not hasattr(model, "score"):
         raise BadInputError(f"{folder}: the scalar-head model of type {hf_config.model_type!r} has no `score` layer.")

@@ -696,3 +696,158 @@ def test_controller_when_not_started_says_so():
 
     with pytest.raises(RuntimeError, match="not started"):
         controller.rollout_batch(rows(1))
+
+
+# -------------------------------------------------------------------------------------------------- exact staleness
+
+
+class SpreadEngine(FakeEngine):
+    """The first token of an answer is of version ``first``, the others of the current one."""
+
+    first = 0
+
+    async def agenerate(self, request):
+        response = await super().agenerate(request)
+        response.output_versions[0] = self.first
+        return response
+
+
+def until(condition):
+    while not condition():
+        threading.Event().wait(0.005)
+
+
+@pytest.mark.parametrize(("bound", "version", "fresh"), [(1, 1, True), (1, 2, False), (3, 3, True), (3, 4, False)])
+def test_group_when_it_waits_complete_is_judged_by_its_first_token_at_consumption(start, bound, version, fresh):
+    # Arrange: all but the first token are as new as they can be, and the group waits in `ready`.
+    engine = SpreadEngine()
+    controller = start(engine=engine, max_head_offpolicyness=bound, batch_size=2)
+    engine.version = version
+    for row in rows(2):
+        controller.submit(row)
+    until(lambda: controller.export_stats()["rollout/queue/ready"] == 2)
+
+    # Act
+    controller.set_version(version)
+
+    # Assert
+    if fresh:
+        result = controller.wait(2)
+        assert len(result.trajectories) == 4
+        assert result.stats["rollout/version_lag_max"] == bound
+        assert {t.first_version for t in result.trajectories} == {0}
+    else:
+        with pytest.raises(ArealError, match="cannot wait for 2 groups: 0 are under way"):
+            controller.wait(2)
+        engine.first = version
+        for row in rows(2, epoch=1):
+            controller.submit(row)
+        result = controller.wait(2)
+        assert {t.group_id for t in result.trajectories} == {"1-0", "1-1"}
+        assert result.stats["rollout/stale_groups"] == 2.0
+        assert result.stats["rollout/rejected/stale_group"] == 4.0
+        assert outcomes(result.stats) == {"accepted": 4, "rejected": 4, "failed": 0, "cancelled": 0}
+
+
+def test_group_when_one_of_its_samples_is_too_old_is_dropped_whole(start):
+    engine = FakeEngine()
+    controller = start(engine=engine, max_head_offpolicyness=1, batch_size=1, group_size=3)
+    workflow = controller.workflow
+    play = workflow.arun_episode
+
+    async def play_one_early(engine_, data):
+        engine.version = 0 if engine_.sample == 1 else 2
+        return await play(engine_, data)
+
+    workflow.arun_episode = play_one_early
+    controller.submit(rows(1)[0])
+    until(lambda: controller.export_stats()["rollout/queue/ready"] == 1)
+    controller.set_version(2)
+
+    with pytest.raises(ArealError, match="cannot wait"):
+        controller.wait(1)
+
+    controller.stop()
+    assert controller.export_stats()["rollout/total/rejected"] == 3.0
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_capacity_when_resumed_bounds_what_starts_exactly(start, bound, steps):
+    # Arrange: a run that ends with groups complete, running and waiting.
+    loader, engine = FakeLoader(4), FakeEngine()
+    first = start(engine=engine, max_head_offpolicyness=bound)
+    for version in range(steps):
+        engine.set_version(version)
+        first.set_version(version)
+        first.prepare_batch(loader)
+    engine.set_version(steps)
+    first.set_version(steps)
+    state = first.state_dict()
+    first.stop()
+
+    # Act: no episode of the resumed run ever ends.
+    class Hanging(Workflow):
+        async def arun_episode(self, engine, data):
+            self.seen.append(data["_uid"])
+            await asyncio.Event().wait()
+
+    workflow = Hanging()
+    second = RolloutController(
+        FakeEngine(), workflow, InferenceEngineConfig(max_head_offpolicyness=bound), batch_size=4, group_size=2
+    )
+    second.load_state_dict(state)
+    with second:
+        for row in rows(100, epoch=9):
+            second.submit(row)
+        allowed = (bound + steps + 1) * 4 - steps * 4
+        until(lambda: len(workflow.seen) >= 2 * allowed)
+        started, stats = set(workflow.seen), second.export_stats()
+        second.engine.set_version(steps + 1)
+        second.set_version(steps + 1)
+        until(lambda: len(workflow.seen) >= 2 * (allowed + 4))
+        later = second.export_stats()
+
+    # Assert
+    assert len(started) == stats["rollout/queue/running"] == allowed
+    assert later["rollout/queue/running"] == allowed + 4
+    restored = [row["_uid"] for row in state["rows"]]
+    assert set(restored[:allowed]) <= started
+    assert stats["rollout/queue/running"] + stats["rollout/queue/pending"] == 100 + len(restored)
+
+
+def test_interrupts_when_they_storm_count_every_episode_once(start):
+    class Slow(Workflow):
+        async def arun_episode(self, engine, data):
+            for _ in range(data["n"]):
+                await asyncio.sleep(0.001)
+            return await super().arun_episode(engine, data)
+
+    seen = []
+    engine = FakeEngine()
+    controller = start(Slow(), engine, on_outcome=lambda *args: seen.append(args[1]), max_concurrent_rollouts=3)
+    interrupted = 0
+    for storm in range(20):
+        calls = iter(range(100))
+        try:
+            controller.rollout_batch(rows(4, epoch=storm), should_stop=lambda calls=calls, n=storm % 4: next(calls) > n)
+        except RolloutInterrupted:
+            interrupted += 1
+        assert len(seen) == 8 * (storm + 1)
+
+    result = controller.rollout_batch(rows(4, epoch=99))
+
+    assert interrupted and len(result.trajectories) == 8
+    totals = controller.export_stats()
+    assert totals["rollout/total/accepted"] + totals["rollout/total/cancelled"] == 8 * 21
+    assert totals["rollout/total/cancelled"] == seen.count("cancelled") and not engine.paused
+
+
+def test_should_stop_when_episodes_never_wait_is_asked_while_they_play(start):
+    workflow = Workflow(lambda data, sample, attempt: None)  # rejected at once: other rows follow for ever
+    controller = start(workflow, max_head_offpolicyness=2, batch_size=50)
+
+    with pytest.raises(RolloutInterrupted):
+        controller.prepare_batch(FakeLoader(50), should_stop=lambda: len(workflow.seen) > 1000)
+
+    assert len(workflow.seen) > 1000

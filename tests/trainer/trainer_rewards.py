@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,3 +98,10 @@ def rare_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_id
 
 def always_one_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
     return 1.0
+
+
+def marking_hang_reward_fn(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **data: Any) -> float:
+    """Says that it was called, and never answers."""
+    Path(os.environ["TRAINER_TEST_MARK"]).touch()
+    time.sleep(3600)
+    return 0.0

@@ -92,16 +92,20 @@ def test_initialize_when_shard_lacks_a_tensor_expected_error_naming_it(tmp_path:
         cases.make_engine(folder)
 
 
-@pytest.mark.parametrize("fault", ["missing", "shape"])
+@pytest.mark.parametrize("fault", ["missing", "shape", "unexpected"])
 def test_load_hf_when_tensor_does_not_fit_expected_error_and_unchanged_model(fault: str, tmp_path: Path) -> None:
     engine = cases.make_engine(cases.make_folder("qwen2", tmp_path / "model"))
     before = cases.parameters_of(engine)
     path = cases.make_folder("qwen2", tmp_path / "bad", seed=1) / "model.safetensors"
     tensors = load_file(path)
     name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name] = tensors[name][:-1].clone()
-    if fault == "missing":
+    if fault == "shape":
+        tensors[name] = tensors[name][:-1].clone()
+    elif fault == "missing":
         del tensors[name]
+    else:
+        name = "model.layers.7.mlp.up_proj.weight"
+        tensors[name] = torch.zeros(3)
     save_file(tensors, path, metadata={"format": "pt"})
 
     with pytest.raises(BadInputError, match=name):

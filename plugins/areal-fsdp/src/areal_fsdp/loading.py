@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -185,7 +186,28 @@ def _load_weights(
             f"{folder}: {len(missing)} tensors are missing from the safetensors, the first is {missing[0]!r}. "
             "The weights do not belong to this config.json."
         )
+    check_unexpected(model, folder, sorted(info["unexpected_keys"]))
     return model
+
+
+def check_unexpected(model: Any, where: Path, keys: list[str]) -> None:
+    """Raise if files hold tensors that belong to another model.
+
+    Raises:
+        BadInputError: naming the first of them.
+    """
+    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []]
+    # A scalar head takes the place of the language-model head; frequencies are computed, though old files hold them.
+    strange = [
+        key
+        for key in keys
+        if not (key.startswith("lm_head.") or key.endswith("inv_freq") or any(p.search(key) for p in ignored))
+    ]
+    if strange:
+        raise BadInputError(
+            f"{where}: {len(strange)} tensors have no place in a {type(model).__name__}, the first is {strange[0]!r}. "
+            "The weights do not belong to this config.json."
+        )
 
 
 def _choose_attention(auto: Any, hf_config: Any, attn_impl: str, trust_remote_code: bool) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from areal_core.errors import BadInputError
-from areal_fsdp.loading import check_weight_files
+from areal_fsdp.loading import check_unexpected, check_weight_files
 
 
 class WeightSource(Protocol):
@@ -51,14 +50,14 @@ class FileSource:
         self.places: dict[str, tuple[Path, str]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         rename = _renaming(model)
-        unexpected = []
+        unexpected: list[str] = []
         expected = dict(named_weights(model, tied_once=False))
         for file in sorted(folder.glob("model*.safetensors")):
             with _opened(file) as handle:
                 for key in handle.keys():  # noqa: SIM118 - a file, not a mapping
                     name = rename(key)
                     if name not in expected:
-                        unexpected.append((key, file))
+                        unexpected.append(key)
                         continue
                     self.places[name] = (file, key)
                     shapes[name] = tuple(handle.get_slice(key).get_shape())
@@ -88,7 +87,7 @@ class FileSource:
         folder: Path,
         expected: dict[str, torch.Tensor],
         shapes: dict[str, tuple[int, ...]],
-        unexpected: list[tuple[str, Path]],
+        unexpected: list[str],
     ) -> None:
         missing = sorted(expected.keys() - self.places.keys())
         if missing and all(name.startswith("score.") for name in missing):
@@ -104,19 +103,7 @@ class FileSource:
                     f"{self.places[name][0]}: tensor {self.places[name][1]!r} has shape {shape}, but config.json asks "
                     f"for {tuple(expected[name].shape)}."
                 )
-        ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []]
-        # A scalar head takes the place of the language-model head.
-        strange = [
-            (key, file)
-            for key, file in unexpected
-            if not (key.startswith("lm_head.") or key.endswith("inv_freq") or any(p.search(key) for p in ignored))
-        ]
-        if strange:
-            key, file = strange[0]
-            raise BadInputError(
-                f"{file}: {len(strange)} tensors have no place in a {type(model).__name__}, the first is {key!r}. "
-                "The weights do not belong to this config.json."
-            )
+        check_unexpected(model, folder, unexpected)
 
 
 class NeedsWholeModel(Exception):

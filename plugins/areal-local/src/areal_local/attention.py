@@ -1,96 +1,39 @@
-"""A slotted KV cache, and the attention over it that transformers models call.
+"""Attention over the slotted cache, for packed tokens, and the hook through which transformers models call it.
 
-Tokens of all sequences lie packed in one row ``[1, N]``, so nothing is padded outside attention. The model runs
-without a transformers cache: its attention layers call ``slotted_attention``, registered under ``IMPLEMENTATION``,
-which stores keys and values into the cache of the pass that is active in this thread, and reads from it.
+Tokens of all sequences lie packed in one row ``[N]``, so nothing is padded outside attention. A model runs without a
+transformers cache: its attention layers call the pass that is active, which stores keys and values into the slotted
+cache and reads from it.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
+
+from areal_local.cache import KVCache
 
 #: Name under which the attention function is registered with transformers. It has no mask function on purpose: a
 #: model then builds no mask at all.
 IMPLEMENTATION = "areal_local"
 
-_CAPACITY_STEP = 64
 _WINDOW_BLOCK = 256
+#: What one more call of attention costs, in bytes of keys and values that could be read instead.
+_CALL_COST_CPU, _CALL_COST_GPU = 256 << 10, 64 << 20
 
 
 class UnsupportedModelError(Exception):
-    """The model's attention is not one that ``slotted_attention`` computes."""
-
-
-class KVCache:
-    """Keys and values of ``rows`` sequences: per layer two tensors ``[rows, kv_heads, capacity, head_dim]``.
-
-    Layers appear when the model first stores into them. Memory is zeroed, because attention multiplies masked
-    values by 0, and 0 times an uninitialised NaN is NaN.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.rows = 0
-        self.capacity = 0
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def reserve(self, rows: int, capacity: int, max_rows: int) -> None:
-        """Make room for ``rows`` sequences of ``capacity`` tokens; what is stored stays."""
-        if rows <= self.rows and capacity <= self.capacity:
-            return
-        if rows > self.rows:
-            rows = min(max_rows, max(rows, 2 * self.rows))
-        if capacity > self.capacity:
-            capacity = max(capacity, self.capacity + self.capacity // 2)
-        new_rows = max(rows, self.rows)
-        new_capacity = -(-max(capacity, self.capacity) // _CAPACITY_STEP) * _CAPACITY_STEP
-        for index, (keys, values) in self.layers.items():
-            self.layers[index] = (
-                self._grown(keys, new_rows, new_capacity),
-                self._grown(values, new_rows, new_capacity),
-            )
-        self.rows, self.capacity = new_rows, new_capacity
-
-    @staticmethod
-    def _grown(old: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
-        new = torch.zeros(rows, old.shape[1], capacity, old.shape[3], dtype=old.dtype, device=old.device)
-        new[: old.shape[0], :, : old.shape[2]] = old
-        return new
-
-    def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Storage of one layer, made to fit ``keys`` and ``values`` ``[.., kv_heads, tokens, head_dim]``."""
-        found = self.layers.get(index)
-        if found is None:
-            found = (
-                torch.zeros(
-                    self.rows, keys.shape[1], self.capacity, keys.shape[3], dtype=keys.dtype, device=keys.device
-                ),
-                torch.zeros(
-                    self.rows, values.shape[1], self.capacity, values.shape[3], dtype=values.dtype, device=values.device
-                ),
-            )
-            self.layers[index] = found
-        return found
-
-    def move(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
-        """Copy the first ``length`` tokens of rows ``sources`` onto rows ``targets`` (int64, no row in both)."""
-        for keys, values in self.layers.values():
-            keys[targets, :, :length] = keys[sources, :, :length]
-            values[targets, :, :length] = values[sources, :, :length]
-
-    def clear(self) -> None:
-        """Give the memory back."""
-        self.layers.clear()
-        self.rows = self.capacity = 0
+    """The model's attention is not one that this module computes."""
 
 
 class Pass(Protocol):
-    """One forward pass over packed tokens."""
+    """One forward pass over ``N`` packed tokens."""
 
     def attend(
         self,
@@ -102,8 +45,23 @@ class Pass(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Query ``[1, heads, N, head_dim]``, key and value of ``kv_heads`` -> ``[1, N, heads, head_dim]``."""
+        """Query ``[N, heads, head_dim]``, key and value ``[N, kv_heads, head_dim]`` -> ``[N, heads, head_dim]``."""
         ...
+
+
+def visibility_mask(queries: torch.Tensor, keys: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask of causal attention: 0 where a key is visible, -inf elsewhere.
+
+    Args:
+        queries: positions ``[.., Q, 1]``.
+        keys: positions ``[.., 1, K]``.
+        window: how many tokens are seen, the own one included; None: all.
+        dtype: of the mask ``[.., Q, K]``.
+    """
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def _attention(
@@ -113,18 +71,15 @@ def _attention(
     mask: torch.Tensor | None,
     scale: float | None,
     softcap: float | None,
-    causal: bool = False,
 ) -> torch.Tensor:
-    """Scaled dot-product attention ``[B, heads, Lq, D] x [B, heads, Lk, D]``; ``mask`` is additive."""
+    """Scaled dot-product attention ``[B, heads, Lq, D] x [B, heads, Lk, D]``; ``mask`` None: causal, Lq = Lk."""
     if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, is_causal=causal)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, is_causal=mask is None)
+    if mask is None:
+        index = torch.arange(query.shape[2], device=query.device)
+        mask = visibility_mask(index[:, None], index[None, :], None, query.dtype)
     scores = torch.matmul(query, key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = torch.tanh(scores / softcap) * softcap
-    if causal:
-        size = query.shape[2]
-        mask = torch.full((size, size), float("-inf"), dtype=scores.dtype, device=scores.device).triu(1)
-    if mask is not None:
-        scores = scores + mask
+    scores = torch.tanh(scores / softcap) * softcap + mask
     return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), value)
 
 
@@ -133,15 +88,11 @@ def _windowed(
 ) -> torch.Tensor:
     """Causal attention to the last ``window`` tokens; in blocks of queries, so that no mask is quadratic."""
     size, outputs = query.shape[2], []
+    index = torch.arange(size, device=query.device)
     for start in range(0, size, max(window, _WINDOW_BLOCK)):
         stop = min(size, start + max(window, _WINDOW_BLOCK))
         first = max(0, start - window + 1)
-        age = (
-            torch.arange(start, stop, device=query.device)[:, None]
-            - torch.arange(first, stop, device=query.device)[None, :]
-        )
-        mask = torch.zeros(stop - start, stop - first, dtype=query.dtype, device=query.device)
-        mask.masked_fill_((age < 0) | (age >= window), float("-inf"))
+        mask = visibility_mask(index[start:stop, None], index[None, first:stop], window, query.dtype)
         block = (query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop])
         outputs.append(_attention(*block, mask, scale, softcap))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -175,9 +126,8 @@ class PrefillBucket:
         self.source = None if source == list(range(self.count)) else torch.tensor(source).to(device)
 
     def padded(self, packed: torch.Tensor) -> torch.Tensor:
-        """``[1, heads, N, D]`` -> ``[count, heads, length, D]``."""
-        tokens = packed[0].transpose(0, 1)
-        tokens = tokens[self.start : self.stop] if self.gather is None else tokens[self.gather]
+        """``[N, heads, D]`` -> ``[count, heads, length, D]``."""
+        tokens = packed[self.start : self.stop] if self.gather is None else packed[self.gather]
         return tokens.reshape(self.count, self.length, *tokens.shape[1:]).transpose(1, 2)
 
 
@@ -210,49 +160,68 @@ class PrefillPass:
             if window is not None and window < size:
                 out = _windowed(q, k, v, scale, softcap, window)
             else:
-                out = _attention(q, k, v, None, scale, softcap, causal=True)
+                out = _attention(q, k, v, None, scale, softcap)
             out = out.transpose(1, 2).flatten(0, 1)
             outputs.append(out if bucket.gather is None else out[bucket.scatter])
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class DecodePass:
     """One new token for each of the first ``len(positions)`` rows.
 
+    Attention runs in buckets of neighbouring rows, each as long as its longest row, so that short rows do not pay for
+    one long one. ``advance`` moves on by a token; rows that enter or leave need a new pass.
+
     Args:
         cache: where keys and values are.
         positions: int64 ``[B]``, position of the new token in its sequence.
-        length: most tokens of a sequence, the new one included.
         dtype: type of computation.
     """
 
-    def __init__(self, cache: KVCache, positions: torch.Tensor, length: int, dtype: torch.dtype) -> None:
-        self.cache, self.positions = cache, positions
-        self.batch = positions.shape[0]
-        # Kernels on CUDA want aligned masks; the mask hides the surplus.
-        self.length = min(cache.capacity, -(-length // 16) * 16)
-        self.dtype = dtype
-        self.masks: dict[int | None, torch.Tensor] = {}
-        self.targets: dict[int, torch.Tensor] = {}
+    def __init__(self, cache: KVCache, positions: npt.NDArray[np.int64], dtype: torch.dtype) -> None:
+        self.cache, self.dtype = cache, dtype
+        self.host_positions = positions.copy()
+        self.positions = torch.from_numpy(self.host_positions.copy()).to(cache.device)
+        self.batch, self.capacity = len(positions), cache.capacity
+        self._index = torch.arange(self.capacity, device=cache.device)
+        self._lanes = torch.arange(self.batch, device=cache.device)
+        self._buckets: list[tuple[int, int]] | None = None
+        self._masks: dict[int | None, torch.Tensor] = {}
+        self._targets: dict[int, torch.Tensor] = {}
+
+    def advance(self, positions: npt.NDArray[np.int64]) -> bool:
+        """Go on to ``positions`` if they are the next ones of the same rows; False if they are not."""
+        if (
+            len(positions) != self.batch
+            or self.cache.capacity != self.capacity
+            or not np.array_equal(positions, self.host_positions + 1)
+        ):
+            return False
+        self.host_positions += 1
+        self.positions.add_(1)
+        for targets in self._targets.values():
+            targets.add_(1)
+        full = self._masks.pop(None, None)
+        self._masks.clear()
+        if full is not None:
+            # One more token of each row is visible.
+            full.view(-1).index_fill_(0, self._lanes * self.capacity + self.positions, 0.0)
+            self._masks[None] = full
+        return True
 
     def _mask(self, window: int | None) -> torch.Tensor:
-        """Additive ``[B, 1, 1, length]``: 0 at the tokens that are visible."""
-        if window not in self.masks:
-            index = torch.arange(self.length, device=self.positions.device)[None, :]
-            hidden = index > self.positions[:, None]
-            if window is not None:
-                hidden |= index <= self.positions[:, None] - window
-            mask = torch.zeros(self.batch, self.length, dtype=self.dtype, device=self.positions.device)
-            self.masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
-        return self.masks[window]
+        """Additive ``[B, 1, 1, capacity]``: 0 at the tokens that are visible."""
+        if window not in self._masks:
+            mask = visibility_mask(self.positions[:, None], self._index[None, :], window, self.dtype)
+            self._masks[window] = mask[:, None, None, :]
+        return self._masks[window]
 
-    def _targets(self, heads: int) -> torch.Tensor:
-        """Flat indices of the new token's keys in ``[rows * kv_heads * capacity, head_dim]``."""
-        if heads not in self.targets:
-            device = self.positions.device
-            lane = torch.arange(self.batch * heads, device=device).view(self.batch, heads) * self.cache.capacity
-            self.targets[heads] = (lane + self.positions[:, None]).flatten()
-        return self.targets[heads]
+    def _flat_targets(self, heads: int) -> torch.Tensor:
+        """Indices ``[B, heads]`` of the new token's keys in ``[rows * heads * capacity, head_dim]``."""
+        if heads not in self._targets:
+            lane = torch.arange(self.batch * heads, device=self.positions.device).view(self.batch, heads)
+            self._targets[heads] = lane * self.capacity + self.positions[:, None]
+        return self._targets[heads]
 
     def attend(
         self,
@@ -266,15 +235,45 @@ class DecodePass:
     ) -> torch.Tensor:
         all_keys, all_values = self.cache.layers[layer]
         heads, kv_heads = query.shape[1], key.shape[1]
-        targets = self._targets(kv_heads)
-        for storage, new in ((all_keys, key), (all_values, value)):
-            flat = storage.view(-1, storage.shape[3])
-            flat.index_copy_(0, targets, new[0].transpose(0, 1).reshape(-1, storage.shape[3]))
+        targets = (self._flat_targets(kv_heads),)
+        all_keys.view(-1, all_keys.shape[3]).index_put_(targets, key)
+        all_values.view(-1, all_values.shape[3]).index_put_(targets, value)
+        if self._buckets is None:
+            self._buckets = self._split(all_keys, all_values)
+        mask = self._mask(window)
         # The query heads of one key head stand in for query positions: no key is repeated.
-        q = query[0].transpose(0, 1).reshape(self.batch, kv_heads, heads // kv_heads, query.shape[3])
-        k, v = all_keys[: self.batch, :, : self.length], all_values[: self.batch, :, : self.length]
-        out = _attention(q, k, v, self._mask(window), scale, softcap)
-        return out.reshape(1, self.batch, heads, out.shape[3])
+        query = query.unflatten(1, (kv_heads, heads // kv_heads))
+        outputs = []
+        for start, stop in self._buckets:
+            # Kernels on CUDA want aligned masks; the mask hides the surplus.
+            size = min(self.capacity, -(-int(self.host_positions[start:stop].max() + 1) // 16) * 16)
+            k, v = all_keys[start:stop, :, :size], all_values[start:stop, :, :size]
+            outputs.append(_attention(query[start:stop], k, v, mask[start:stop, ..., :size], scale, softcap))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out.reshape(self.batch, heads, out.shape[3])
+
+    def _split(self, keys: torch.Tensor, values: torch.Tensor) -> list[tuple[int, int]]:
+        token_bytes = keys.shape[1] * (keys.shape[3] + values.shape[3]) * keys.element_size()
+        call_cost = _CALL_COST_CPU if keys.device.type == "cpu" else _CALL_COST_GPU
+        return split_rows(self.host_positions + 1, call_cost / token_bytes)
+
+
+def split_rows(lengths: npt.NDArray[np.int64], call_cost: float) -> list[tuple[int, int]]:
+    """Cut rows into (start, stop) runs, each as long as its longest, while a cut saves over ``call_cost`` tokens."""
+    todo, runs = [(0, len(lengths))], []
+    while todo:
+        start, stop = todo.pop()
+        part = lengths[start:stop]
+        size: npt.NDArray[np.int64] = np.arange(1, len(part))
+        left = np.maximum.accumulate(part)[:-1]
+        right = np.maximum.accumulate(part[::-1])[::-1][1:]
+        cost = size * left + (len(part) - size) * right
+        cut = int(cost.argmin()) if len(cost) else 0
+        if len(cost) and len(part) * int(part.max()) - int(cost[cut]) > call_cost:
+            todo += [(start + cut + 1, stop), (start, start + cut + 1)]
+        else:
+            runs.append((start, stop))
+    return runs
 
 
 class _Active(threading.local):
@@ -309,7 +308,10 @@ def slotted_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers models call; runs the pass that is active in this thread."""
+    """The attention function that transformers models call; runs the pass that is active in this thread.
+
+    Query ``[1, heads, N, head_dim]``, key and value of ``kv_heads`` -> ``[1, N, heads, head_dim]``.
+    """
     if _active.current is None:
         raise RuntimeError("slotted_attention was called outside a pass of areal_local")
     unknown = [name for name, given in kwargs.items() if given is not None and name not in _HARMLESS]
@@ -318,7 +320,8 @@ def slotted_attention(
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnsupportedModelError(f"{type(module).__name__} has no layer_idx")
-    return _active.current.attend(layer, query, key, value, scaling, sliding_window, softcap), None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return _active.current.attend(layer, q, k, v, scaling, sliding_window, softcap)[None], None
 
 
 class active_pass:
@@ -335,3 +338,22 @@ class active_pass:
 
 
 AttentionInterface.register(IMPLEMENTATION, slotted_attention)
+
+
+def layer_windows(config: Any, layers: Sequence[int]) -> dict[int, int | None]:
+    """The sliding window of each layer by a model's text config.
+
+    Raises:
+        UnsupportedModelError: for a kind of layer that is neither full nor sliding attention.
+    """
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False and types is None:
+        window = None
+    windows: dict[int, int | None] = {}
+    for layer in layers:
+        kind = types[layer] if types else "sliding_attention" if window else "full_attention"
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(f"layer {layer} is of the kind {kind}")
+        windows[layer] = window if kind == "sliding_attention" else None
+    return windows

@@ -17,7 +17,9 @@ class LocalConfig:
     device: str | None = option(None, "Device of the model, e.g. cuda:1; None: cuda if there is one, else cpu.")
     seed: int = option(0, "Seed of requests that bring none.")
     prefill_tokens: int = option(8192, "Most prompt tokens of one forward pass (a longer prompt stands alone).", ge=1)
-    num_threads: int | None = option(None, "CPU threads of generation; None: torch's setting.", ge=1)
+    num_threads: int | None = option(
+        None, "CPU threads of generation; None: one for a model of under 10M parameters, else torch's setting.", ge=1
+    )
     share_weights: bool = option(
         True,
         "Read the trainer's weights in place where that is safe (a thread, synchronous mode, same type and device).",

@@ -15,13 +15,15 @@ from areal_core.logging import getLogger
 from areal_local.attention import (
     IMPLEMENTATION,
     DecodePass,
-    KVCache,
     Pass,
     PrefillBucket,
     PrefillPass,
     UnsupportedModelError,
     active_pass,
+    layer_windows,
 )
+from areal_local.cache import KVCache
+from areal_local.llama import LlamaNetwork
 
 _logger = getLogger("LocalDecoder")
 
@@ -50,33 +52,75 @@ class Decoder(Protocol):
         """Forget all rows and free their memory."""
         ...
 
+    def weights_changed(self) -> None:
+        """The model's parameters have other values, or lie elsewhere."""
+        ...
+
+
+class Network(Protocol):
+    """A model over packed tokens; its attention layers call the pass."""
+
+    def reserve(self, length: int) -> None:
+        """Positions below ``length`` will be asked for."""
+        ...
+
+    def logits(
+        self, current: Pass, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits ``[n, V]`` at the packed indices ``keep``, or at all of the ``N`` tokens."""
+        ...
+
+    def weights_changed(self) -> None:
+        """The parameters have other values, or lie elsewhere."""
+        ...
+
+
+class ModuleNetwork:
+    """Any transformers causal LM that uses the attention ``IMPLEMENTATION``, through its own modules."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def reserve(self, length: int) -> None:
+        pass
+
+    def weights_changed(self) -> None:
+        pass
+
+    def logits(
+        self, current: Pass, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+    ) -> torch.Tensor:
+        with active_pass(current):
+            output = self.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=0 if keep is None else keep,
+            )
+        return output.logits[0]
+
 
 class SlottedDecoder:
-    """Decodes all rows in one forward pass. ``model`` must use the attention ``IMPLEMENTATION``."""
+    """Decodes all rows in one forward pass."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, max_rows: int, prefill_tokens: int) -> None:
-        self.model, self.device = model, device
+    def __init__(
+        self, network: Network, device: torch.device, dtype: torch.dtype, max_rows: int, prefill_tokens: int
+    ) -> None:
+        self.network, self.device, self.dtype = network, device, dtype
         self.max_rows, self.prefill_tokens = max_rows, prefill_tokens
         self.cache = KVCache(device)
-        self.dtype = next(model.parameters()).dtype
-        self.windows: dict[int, int | None] | None = None
+        self._decoding: DecodePass | None = None
 
     def _tensor(self, values: Any) -> torch.Tensor:
         tensor = torch.from_numpy(np.asarray(values, dtype=np.int64))
         return tensor.to(self.device, non_blocking=True)
 
-    def _forward(self, current: Pass, tokens: Any, positions: torch.Tensor, keep: torch.Tensor | int) -> torch.Tensor:
-        with active_pass(_WindowRecorder(current, self.windows) if self.windows is not None else current):
-            output = self.model(
-                input_ids=self._tensor(tokens)[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=keep,
-            )
-        return output.logits[0]
+    def _reserve(self, rows: int, capacity: int) -> None:
+        self.cache.reserve(rows, capacity, self.max_rows)
+        self.network.reserve(self.cache.capacity)
 
     def prefill(self, sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], capacity: int) -> torch.Tensor:
-        self.cache.reserve(1 + max(map(max, rows)), max(capacity, max(map(len, sequences))), self.max_rows)
+        self._reserve(1 + max(map(max, rows)), max(capacity, max(map(len, sequences))))
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
         logits: list[torch.Tensor] = []
         chunk: list[int] = []
@@ -110,24 +154,42 @@ class SlottedDecoder:
             first = stop
         tokens = np.concatenate([np.asarray(sequences[i], dtype=np.int64) for i in chunk])
         positions = np.concatenate([np.arange(length) for length in lengths])
-        return self._forward(PrefillPass(self.cache, buckets), tokens, self._tensor(positions), self._tensor(ends - 1))
+        current = PrefillPass(self.cache, buckets)
+        return self.network.logits(current, self._tensor(tokens), self._tensor(positions), self._tensor(ends - 1))
 
     def decode(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> torch.Tensor:
-        length = int(positions.max()) + 1
-        self.cache.reserve(len(tokens), length, self.max_rows)
-        where = self._tensor(positions)
-        return self._forward(DecodePass(self.cache, where, length, self.dtype), tokens, where, 0)
+        self._reserve(len(tokens), int(positions.max()) + 1)
+        current = self._decoding
+        if current is None or not current.advance(positions):
+            current = self._decoding = DecodePass(self.cache, positions, self.dtype)
+        return self.network.logits(current, self._tensor(tokens), current.positions, None)
 
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         self.cache.move(self._tensor(sources), self._tensor(targets), length)
 
     def clear(self) -> None:
         self.cache.clear()
+        self._decoding = None
+
+    def weights_changed(self) -> None:
+        self.network.weights_changed()
 
 
 class _WindowRecorder:
-    """Notes the sliding window that each layer asked for."""
+    """A network that notes the sliding window that each layer asks for."""
 
+    def __init__(self, inner: Network) -> None:
+        self.inner = inner
+        self.windows: dict[int, int | None] = {}
+        self.reserve, self.weights_changed = inner.reserve, inner.weights_changed
+
+    def logits(
+        self, current: Pass, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.inner.logits(_RecordingPass(current, self.windows), tokens, positions, keep)
+
+
+class _RecordingPass:
     def __init__(self, inner: Pass, windows: dict[int, int | None]) -> None:
         self.inner, self.windows = inner, windows
 
@@ -188,6 +250,9 @@ class RowwiseDecoder:
     def clear(self) -> None:
         self.caches.clear()
 
+    def weights_changed(self) -> None:
+        pass
+
 
 def shared_copy(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of the modules and the config over the same parameter tensors."""
@@ -198,56 +263,54 @@ def shared_copy(model: torch.nn.Module) -> torch.nn.Module:
 def make_decoder(
     model: Any, device: torch.device, max_rows: int, prefill_tokens: int, *, slow: bool = False
 ) -> Decoder:
-    """The fast decoder if it gives this model's logits on a short test, else the slow one, with a warning."""
+    """The fastest decoder that gives this model's logits on a short test; a warning where only the slow one does."""
     if slow:
         return RowwiseDecoder(model, device)
-    original = model.config._attn_implementation
-    try:
-        with torch.inference_mode():
-            return _checked_slotted_decoder(model, device, max_rows, prefill_tokens)
-    except Exception as error:  # any failure inside a foreign model's forward means: not this way
-        model.set_attn_implementation(original)
-        _logger.warning(
-            "%s runs on the slow decoder, one sequence at a time: %s", type(model).__name__, error or type(error)
-        )
-        return RowwiseDecoder(model, device)
+    with torch.inference_mode():
+        sequences, expected = _short_test(model, device)
+        for make in (LlamaNetwork, ModuleNetwork):
+            original = model.config._attn_implementation
+            try:
+                if make is ModuleNetwork:
+                    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+                        raise UnsupportedModelError("its forward has no logits_to_keep")
+                    model.set_attn_implementation(IMPLEMENTATION)
+                network = _WindowRecorder(make(model))
+                decoder = SlottedDecoder(network, device, expected.dtype, 3, prefill_tokens)
+                _check(decoder, sequences, expected)
+                windows = layer_windows(model.config.get_text_config(), list(network.windows))
+                for layer, found in network.windows.items():
+                    # A short test cannot see a window of thousands of tokens.
+                    if found != windows[layer]:
+                        raise UnsupportedModelError(
+                            f"layer {layer} uses the window {found}, the config says {windows[layer]}"
+                        )
+                return SlottedDecoder(network.inner, device, expected.dtype, max_rows, prefill_tokens)
+            except Exception as error:  # any failure inside a foreign model's forward means: not this way
+                model.set_attn_implementation(original)
+                reason = error
+                _logger.debug("%s is not for %s: %s", make.__name__, type(model).__name__, error or type(error))
+    _logger.warning(
+        "%s runs on the slow decoder, one sequence at a time: %s", type(model).__name__, reason or type(reason)
+    )
+    return RowwiseDecoder(model, device)
 
 
-def _checked_slotted_decoder(model: Any, device: torch.device, max_rows: int, prefill_tokens: int) -> SlottedDecoder:
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModelError("its forward has no logits_to_keep")
+def _short_test(model: Any, device: torch.device) -> tuple[list[list[int]], torch.Tensor]:
+    """Three sequences, and the logits of the model after each, ``[3, V]``."""
     vocab = model.config.get_text_config().vocab_size
     sequences = [[(7 * i + 3 * j) % vocab for i in range(size)] for j, size in enumerate((4, 7, 15))]
-    expected = torch.stack(
-        [model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1] for ids in sequences]
-    ).float()
-    model.set_attn_implementation(IMPLEMENTATION)
-    decoder = SlottedDecoder(model, device, max_rows=3, prefill_tokens=prefill_tokens)
-    decoder.windows = {}
+    logits = [model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1] for ids in sequences]
+    return sequences, torch.stack(logits)
+
+
+def _check(decoder: SlottedDecoder, sequences: list[list[int]], expected: torch.Tensor) -> None:
     decoder.prefill([ids[:-2] for ids in sequences], [[0], [1], [2]], 16)
     for back in (2, 1):
         tokens = np.array([ids[-back] for ids in sequences])
-        found = decoder.decode(tokens, np.array([len(ids) - back for ids in sequences])).float()
-    scale = 1 + float(expected.abs().max())
-    error = float((found - expected).abs().max())
-    if not error <= scale * (1e-4 if decoder.dtype == torch.float32 else 5e-2):
+        found = decoder.decode(tokens, np.array([len(ids) - back for ids in sequences]))
+    expected = expected.float()
+    error = float((found.float() - expected).abs().max())
+    allowed = (1 + float(expected.abs().max())) * (1e-4 if decoder.dtype == torch.float32 else 5e-2)
+    if not error <= allowed:
         raise UnsupportedModelError(f"the fast decoder's logits differ by {error:.3g} from the model's own")
-    _check_windows(model.config.get_text_config(), decoder.windows)
-    decoder.windows = None
-    decoder.clear()
-    decoder.max_rows = max_rows
-    return decoder
-
-
-def _check_windows(config: Any, windows: dict[int, int | None]) -> None:
-    """A short test cannot see a window of thousands of tokens, so the config must agree with what layers asked for."""
-    types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    for layer, found in windows.items():
-        kind = types[layer] if types else "sliding_attention" if window else "full_attention"
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModelError(f"layer {layer} is of the kind {kind}")
-        if types is None and found is None and getattr(config, "use_sliding_window", True) is False:
-            continue
-        if found != (window if kind == "sliding_attention" else None):
-            raise UnsupportedModelError(f"layer {layer} ({kind}) uses the window {found}, the config says {window}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections import deque
@@ -18,9 +19,11 @@ from areal_core.errors import ArealError
 from areal_core.logging import getLogger
 from areal_local.decoder import Decoder
 from areal_local.rows import Pending, Rows
-from areal_local.sampling import SamplingParams, sample, uniform
+from areal_local.sampling import SamplingParams, sample_from_candidates, uniform
 
 _logger = getLogger("LocalGeneration")
+
+_NONE = torch.empty(0, dtype=torch.float64)
 
 Done = tuple[Pending, ModelResponse | BaseException]
 
@@ -61,8 +64,15 @@ class GenerationLoop:
         self._paused = self._stopping = self._stepping = self._idle = False
         self._cancellations = False
         self._done: list[Done] = []
+        self._fixed = SamplingParams(uniforms=_NONE)
+        self._fixed_key: tuple[int, ...] = ()
         self._thread = threading.Thread(target=self._run, name="areal-local", daemon=True)
+        self._threads_set = threading.Event()
+        threads = torch.get_num_threads()
         self._thread.start()
+        self._threads_set.wait()
+        # torch also takes a thread's setting for the threads to come; those are not ours.
+        torch.set_num_threads(threads)
 
     # ------------------------------------------------------------------------------- called from other threads
 
@@ -118,6 +128,7 @@ class GenerationLoop:
 
     def weights_changed(self, *, keep_kv: bool) -> None:
         """The model has other weights, or they lie elsewhere. Call inside ``exclusive``."""
+        self.decoder.weights_changed()
         if not keep_kv:
             self.invalidate()
 
@@ -135,6 +146,7 @@ class GenerationLoop:
         try:
             if self.num_threads is not None:
                 torch.set_num_threads(self.num_threads)
+            self._threads_set.set()
             with torch.inference_mode():
                 while self._wait_for_work():
                     started = time.perf_counter()
@@ -205,10 +217,15 @@ class GenerationLoop:
     def _fill_rows(self) -> None:
         rows = self.rows
         with self._condition:
-            while self.waiting and rows.has_room():
+            room = rows.room
+            entering: list[Pending] = []
+            while self.waiting and len(entering) < room:
                 pending = self.waiting.popleft()
                 if not pending.cancelled:
-                    rows.add(pending)
+                    entering.append(pending)
+        # Rows of like length side by side make attention cheap; later ones fill the holes of those that ended.
+        for pending in sorted(entering, key=lambda pending: -len(pending.request.input_ids)):
+            rows.add(pending)
         if rows.holes:
             length = int(rows.length[: rows.count].max())
             sources, targets = rows.compact()
@@ -240,26 +257,20 @@ class GenerationLoop:
 
     def _params(self, index: npt.NDArray[np.int64]) -> SamplingParams:
         rows = self.rows
-        params = SamplingParams(uniforms=self._tensor(uniform(rows.seed[index], rows.length[index])))
-        temperature, greedy = rows.temperature[index], rows.greedy[index]
-        if (temperature != 1).any():
-            params.temperature = self._tensor(temperature)
-        if greedy.any():
-            params.greedy = self._tensor(greedy)
-            params.all_greedy = bool(greedy.all())
-        if (rows.top_k[index] > 0).any():
-            params.top_k = self._tensor(rows.top_k[index])
-        if (rows.top_p[index] < 1).any():
-            params.top_p = self._tensor(rows.top_p[index])
-        if (rows.min_p[index] > 0).any():
-            params.min_p = self._tensor(rows.min_p[index])
-        penalised = np.flatnonzero(rows.penalty[index])
-        if len(penalised):
-            counts = rows.generated[index[penalised]]
-            tokens = np.concatenate([rows.out_tokens[index[i], : rows.generated[index[i]]] for i in penalised])
-            where: npt.NDArray[np.int64] = np.repeat(penalised, counts)
-            amounts = rows.penalty[index[where]]
-            params.penalties = (self._tensor(where), self._tensor(tokens), self._tensor(amounts))
+        # What does not change from token to token is looked up once, until rows enter, leave or move.
+        key = (rows.changes, len(index), int(index[0]), int(index[-1]))
+        if key != self._fixed_key:
+            self._fixed, self._fixed_key = self._fixed_params(index), key
+        params = copy.copy(self._fixed)
+        params.uniforms = self._tensor(uniform(rows.seed[index], rows.length[index]))
+        if rows.penalty.any():
+            penalised = np.flatnonzero(rows.penalty[index])
+            if len(penalised):
+                counts = rows.generated[index[penalised]]
+                tokens = np.concatenate([rows.out_tokens[index[i], : rows.generated[index[i]]] for i in penalised])
+                where: npt.NDArray[np.int64] = np.repeat(penalised, counts)
+                amounts = rows.penalty[index[where]]
+                params.penalties = (self._tensor(where), self._tensor(tokens), self._tensor(amounts))
         early = np.flatnonzero(rows.generated[index] < rows.min_out[index])
         if len(early):
             table = rows.stop_ids[index[early]]
@@ -268,12 +279,30 @@ class GenerationLoop:
                 params.banned = (self._tensor(early[where]), self._tensor(table[where, column]))
         return params
 
+    def _fixed_params(self, index: npt.NDArray[np.int64]) -> SamplingParams:
+        rows = self.rows
+        params = SamplingParams(uniforms=_NONE)
+        temperature, greedy = rows.temperature[index], rows.greedy[index]
+        if (temperature != 1).any():
+            params.temperature = self._tensor(temperature)
+        if greedy.any():
+            params.greedy = self._tensor(greedy)
+            params.all_greedy = bool(greedy.all())
+        top_k, top_p, min_p = rows.top_k[index], rows.top_p[index], rows.min_p[index]
+        if (top_k > 0).any():
+            params.top_k, params.max_top_k = self._tensor(top_k), int(top_k.max())
+        if (top_p < 1).any():
+            params.top_p, params.nucleus = self._tensor(top_p), self._tensor(np.flatnonzero(top_p < 1))
+        if (min_p > 0).any():
+            params.min_p = self._tensor(min_p)
+        return params
+
     def _sample(self, logits: torch.Tensor, index: npt.NDArray[np.int64], version: int) -> None:
         """Sample a token for the rows ``index`` from logits ``[len(index), V]``; retire rows that end."""
-        tokens, logprobs = sample(logits, self._params(index))
-        # The one synchronisation with the device: an id up to 2^53 and an fp32 number are exact in a double.
-        both = torch.stack((tokens.double(), logprobs.double())).cpu().numpy()
-        ids, values = both[0].astype(np.int64), both[1].astype(np.float32)
+        params = self._params(index)
+        ids, values, complete = _to_host(*sample_from_candidates(logits, params))
+        if not complete:
+            ids, values, _ = _to_host(*sample_from_candidates(logits, params, candidates=None))
         if not np.isfinite(values).all():
             raise ArealError("the model gave logits that are not finite (NaN or infinite); its weights are broken")
         rows = self.rows
@@ -326,6 +355,17 @@ class GenerationLoop:
         if self._done:
             done, self._done = self._done, []
             self.deliver(done)
+
+
+def _to_host(
+    tokens: torch.Tensor, logprobs: torch.Tensor, complete: torch.Tensor | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], bool]:
+    """The one synchronisation with the device: an id up to 2^53 and an fp32 number are exact in a double."""
+    columns = [tokens.double(), logprobs.double()]
+    if complete is not None:
+        columns.append(complete.double().expand(len(tokens)))
+    found = torch.stack(columns).cpu().numpy()
+    return found[0].astype(np.int64), found[1].astype(np.float32), complete is None or bool(found[2, 0])
 
 
 def resolve_futures(done: list[Done]) -> None:

@@ -13,8 +13,11 @@ from areal_core.errors import BadInputError
 from areal_local.config import LocalConfig
 from areal_local.decoder import make_decoder
 from areal_local.generation import Done, GenerationLoop, resolve_futures
+from areal_local.llama import pack_weights
 from areal_local.rows import Pending
 from areal_local.weights import ModelWeights, read_safetensors
+
+_THREADS_WORTH_WHILE = 10_000_000
 
 
 @attrs.frozen
@@ -108,8 +111,9 @@ class ModelHost:
         decoder = make_decoder(
             model, self.device, options.max_batch_size, options.prefill_tokens, slow=options.slow_decoder
         )
+        threads = options.num_threads if options.num_threads is not None else default_threads(model, self.device)
         self.loop = GenerationLoop(
-            decoder, self.device, self.facts.vocab_size, options.max_batch_size, options.num_threads, deliver
+            decoder, self.device, self.facts.vocab_size, options.max_batch_size, threads, deliver
         )
         self.submit, self.cancel = self.loop.submit, self.loop.cancel
         self.pause, self.resume, self.stop = self.loop.pause, self.loop.resume, self.loop.stop
@@ -176,7 +180,18 @@ def load_model(path: str, *, dtype: str | None, device: torch.device, trust_remo
         raise BadInputError(
             f"{path}: {len(missing)} tensors are missing from the safetensors, the first is {missing[0]!r}"
         )
-    return model.to(device)
+    model = model.to(device)
+    pack_weights(model)
+    return model
+
+
+def default_threads(model: Any, device: torch.device) -> int | None:
+    """CPU threads of generation where the config names none; None: torch's setting.
+
+    A step of a small model is over before a second thread has woken up.
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return 1 if device.type == "cpu" and parameters < _THREADS_WORTH_WHILE else None
 
 
 def as_ids(value: Any) -> tuple[int, ...]:

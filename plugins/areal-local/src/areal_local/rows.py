@@ -71,6 +71,8 @@ class Rows:
         self.count = 0
         self.requests: list[Pending | None] = []
         self.holes: list[int] = []
+        self.changes = 0
+        """Grows whenever a request enters, leaves or moves."""
         self.fresh: npt.NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
         """Rows whose keys and values must be computed from the whole sequence."""
         self.length: npt.NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
@@ -95,11 +97,13 @@ class Rows:
     def running(self) -> int:
         return self.count - len(self.holes)
 
-    def has_room(self) -> bool:
-        return self.running < self.max_rows
+    @property
+    def room(self) -> int:
+        return self.max_rows - self.running
 
     def add(self, pending: Pending) -> int:
         """Give a request the first free row."""
+        self.changes += 1
         if self.holes:
             row = self.holes.pop(0)
             self.requests[row] = pending
@@ -167,6 +171,7 @@ class Rows:
 
     def remove(self, row: int) -> None:
         """Free a row; it stays as a hole until a request or ``compact`` fills it."""
+        self.changes += 1
         self.requests[row] = None
         self.fresh[row] = False
         self.length[row] = 1
@@ -175,6 +180,7 @@ class Rows:
 
     def compact(self) -> tuple[list[int], list[int]]:
         """Close the holes with rows from the end; returns (from, to) of the rows that moved."""
+        self.changes += 1
         running = self.running
         targets = [row for row in self.holes if row < running]
         sources = [row for row in range(running, self.count) if self.requests[row] is not None]

@@ -46,7 +46,9 @@ class SamplingParams:
         temperature: fp32 ``[B]``, 1 for greedy rows.
         greedy: bool ``[B]``.
         top_k: int64 ``[B]``, 0 for none.
+        max_top_k: the largest of ``top_k``, if it is known without asking the device.
         top_p, min_p: fp32 ``[B]``.
+        nucleus: int64, the rows with ``top_p`` below 1, if they are known without asking the device.
         penalties: (row, token, amount) of what is subtracted from logits: frequency penalties. Entries add up.
         banned: (row, token) that must not be sampled.
     """
@@ -56,7 +58,9 @@ class SamplingParams:
     greedy: torch.Tensor | None = None
     all_greedy: bool = False
     top_k: torch.Tensor | None = None
+    max_top_k: int | None = None
     top_p: torch.Tensor | None = None
+    nucleus: torch.Tensor | None = None
     min_p: torch.Tensor | None = None
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     banned: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -73,11 +77,27 @@ def sample(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, 
         tokens int64 ``[B]``, and their log-probs fp32 ``[B]``: of log_softmax(logits / T) over the whole vocabulary,
         before penalties, bans and truncation.
     """
+    tokens, logprobs, complete = sample_from_candidates(logits, params)
+    if complete is not None and not bool(complete):
+        tokens, logprobs, _ = sample_from_candidates(logits, params, candidates=None)
+    return tokens, logprobs
+
+
+def sample_from_candidates(
+    logits: torch.Tensor, params: SamplingParams, candidates: int | None = _NUCLEUS_CANDIDATES
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """As ``sample``, without waiting for the device: top-p looks at the ``candidates`` likeliest tokens only.
+
+    Returns:
+        tokens, log-probs, and bool ``[]``: False where a nucleus is wider than the candidates, so that the tokens
+        must be sampled again with ``candidates=None`` (None: nothing can be wrong).
+    """
     scaled = logits.float()
     if params.temperature is not None:
         scaled = scaled / params.temperature[:, None]
     logp = torch.log_softmax(scaled, dim=-1)
     target = logp
+    complete = None
     if params.penalties is not None:
         rows, tokens, amounts = params.penalties
         if params.temperature is not None:
@@ -90,41 +110,45 @@ def sample(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, 
     else:
         weights = torch.exp(target if target is logp else target - target.amax(dim=-1, keepdim=True))
         if params.top_k is not None or params.top_p is not None or params.min_p is not None:
-            weights = _truncate(weights, params)
+            weights, complete = _truncate(weights, params, candidates)
         chosen = _inverse_cdf(weights, params.uniforms)
         if params.greedy is not None:
             chosen = torch.where(params.greedy, target.argmax(dim=-1), chosen)
-    return chosen, logp.gather(1, chosen[:, None])[:, 0]
+    return chosen, logp.gather(1, chosen[:, None])[:, 0], complete
 
 
-def _truncate(weights: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+def _truncate(
+    weights: torch.Tensor, params: SamplingParams, candidates: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Set the weights that top-k, top-p and min-p drop to 0; ``[B, V]``, not necessarily normalised."""
     batch, vocab = weights.shape
     floor = torch.zeros(batch, dtype=weights.dtype, device=weights.device)
+    complete = None
     if params.top_k is not None:
         active = (params.top_k > 0) & (params.top_k < vocab)
         k = torch.where(active, params.top_k, 1)
-        best = weights.topk(int(k.max()), dim=-1).values
+        most = params.max_top_k if params.max_top_k is not None else int(k.max())
+        best = weights.topk(min(vocab, most), dim=-1).values
         floor = torch.where(active, best.gather(1, k[:, None] - 1)[:, 0], floor)
     if params.top_p is not None:
-        active = params.top_p < 1
-        rows = active.nonzero().flatten()
-        if rows.numel():
-            part = weights[rows]
-            kept = torch.where(part >= floor[rows, None], part, 0.0)
-            goal = params.top_p[rows].double() * kept.sum(dim=-1, dtype=torch.float64)
-            best = kept.topk(min(vocab, _NUCLEUS_CANDIDATES), dim=-1).values
-            mass = best.cumsum(dim=-1, dtype=torch.float64)
-            if best.shape[1] < vocab and bool((mass[:, -1] < goal).any()):
-                best = kept.sort(dim=-1, descending=True).values
-                mass = best.cumsum(dim=-1, dtype=torch.float64)
-            # The last token kept is the first one at which the mass reaches the goal.
-            last = torch.searchsorted(mass, goal[:, None]).clamp_(max=best.shape[1] - 1)
-            nucleus = best.gather(1, last)[:, 0]
-            floor = floor.index_copy(0, rows, torch.maximum(nucleus, floor[rows]))
+        rows = params.nucleus if params.nucleus is not None else (params.top_p < 1).nonzero().flatten()
+        part = weights[rows]
+        kept = torch.where(part >= floor[rows, None], part, 0.0)
+        goal = params.top_p[rows].double() * kept.sum(dim=-1, dtype=torch.float64)
+        if candidates is None or candidates >= vocab:
+            best = kept.sort(dim=-1, descending=True).values
+        else:
+            best = kept.topk(candidates, dim=-1).values
+        mass = best.cumsum(dim=-1, dtype=torch.float64)
+        if best.shape[1] < vocab:
+            complete = (mass[:, -1] >= goal).all()
+        # The last token kept is the first one at which the mass reaches the goal.
+        last = torch.searchsorted(mass, goal[:, None]).clamp_(max=best.shape[1] - 1)
+        nucleus = best.gather(1, last)[:, 0]
+        floor = floor.index_copy(0, rows, torch.maximum(nucleus, floor[rows]))
     if params.min_p is not None:
         floor = torch.maximum(floor, params.min_p * weights.amax(dim=-1))
-    return torch.where(weights >= floor[:, None], weights, 0.0)
+    return torch.where(weights >= floor[:, None], weights, 0.0), complete
 
 
 def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

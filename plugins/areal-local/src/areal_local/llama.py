@@ -1,0 +1,247 @@
+"""The forward pass of Llama and its near relatives, written for few calls of torch per token.
+
+The modules of transformers spend most of a decoding step of a small model between kernels. This file runs the same
+arithmetic on the same parameters (nothing is copied but the norms of query and key heads), into buffers that are used
+again. ``make_decoder`` compares it with the model's own forward before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from areal_local.attention import Pass, UnsupportedModelError, layer_windows
+
+#: Config ``model_type`` -> the kernel of a layer is the one below. Other models run through transformers' modules.
+MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3", "mistral"})
+#: Rotary embeddings whose frequencies do not depend on the length of the sequence.
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+_KEPT_TOKENS = 4096
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One view of tensors that follow each other in memory (joined in dimension 0), or None."""
+    first = tensors[0]
+    end = first.data_ptr()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.data_ptr() != end or tensor.dtype != first.dtype:
+            return None
+        end += tensor.numel() * tensor.element_size()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    storage = first.untyped_storage()
+    if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
+        return None
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+class Projection:
+    """Linear layers with the same input, as few matrix products as their memory allows.
+
+    Args:
+        layers: their outputs follow each other.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.width = sum(layer.out_features for layer in layers)
+        self.parts: list[tuple[slice, torch.Tensor, torch.Tensor | None]] = []
+        weight = _joined([layer.weight for layer in layers])
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        bias = _joined(biases) if len(biases) == len(layers) else None
+        if weight is not None and (bias is not None or not biases):
+            self.parts.append((slice(0, self.width), weight.t(), bias))
+            return
+        start = 0
+        for layer in layers:
+            part = slice(start, start + layer.out_features)
+            self.parts.append((part, layer.weight.detach().t(), None if layer.bias is None else layer.bias.detach()))
+            start = part.stop
+
+    def into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
+        """``[N, in]`` -> ``out`` ``[N, width]``."""
+        for columns, weight, bias in self.parts:
+            target = out if len(self.parts) == 1 else out[:, columns]
+            if bias is None:
+                torch.mm(hidden, weight, out=target)
+            else:
+                torch.addmm(bias, hidden, weight, out=target)
+
+    def add_to(self, residual: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add the output of a single layer to ``residual`` in place."""
+        ((_, weight, bias),) = self.parts
+        residual.addmm_(hidden, weight)
+        if bias is not None:
+            residual.add_(bias)
+
+
+@attrs.frozen
+class _Layer:
+    index: int
+    window: int | None
+    scale: float
+    norm_in: torch.Tensor
+    qkv: Projection
+    norm_qk: torch.Tensor | None
+    out: Projection
+    norm_mlp: torch.Tensor
+    gate_up: Projection
+    down: Projection
+
+
+class LlamaNetwork:
+    """Logits of a causal LM of one of ``MODEL_TYPES``.
+
+    Args:
+        model: of transformers.
+
+    Raises:
+        UnsupportedModelError: if it deviates from what is computed here.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        if config.model_type not in MODEL_TYPES:
+            raise UnsupportedModelError(f"the model type {config.model_type}")
+        if config.hidden_act != "silu" or rope.get("rope_type", "default") not in _STATIC_ROPE:
+            raise UnsupportedModelError("an activation or a rotary embedding of another kind")
+        self.model = model
+        first = model.model.layers[0].self_attn
+        self.head_dim: int = first.head_dim
+        self.heads = first.q_proj.out_features // self.head_dim
+        self.kv_heads = first.k_proj.out_features // self.head_dim
+        self.eps: float = model.model.norm.variance_epsilon
+        self.windows = layer_windows(config, range(len(model.model.layers)))
+        self._rope = torch.empty(0)
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._views: tuple[torch.Tensor, ...] = ()
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Look up where the parameters lie; call it after any change of theirs."""
+        model = self.model
+        self.embedding = model.model.embed_tokens.weight.detach()
+        self.norm = model.model.norm.weight.detach()
+        self.head = Projection([_linear(model.lm_head)])
+        self.layers = [self._layer(index, layer) for index, layer in enumerate(model.model.layers)]
+
+    def _layer(self, index: int, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        norm_qk = None
+        if hasattr(attention, "q_norm"):
+            q_norm, k_norm = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            norm_qk = torch.cat((q_norm.expand(self.heads, -1), k_norm.expand(self.kv_heads, -1)))
+        return _Layer(
+            index,
+            self.windows[index],
+            attention.scaling,
+            layer.input_layernorm.weight.detach(),
+            Projection([_linear(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]),
+            norm_qk,
+            Projection([_linear(attention.o_proj)]),
+            layer.post_attention_layernorm.weight.detach(),
+            Projection([_linear(module) for module in (mlp.gate_proj, mlp.up_proj)]),
+            Projection([_linear(mlp.down_proj)]),
+        )
+
+    def reserve(self, length: int) -> None:
+        """Positions below ``length`` will be asked for."""
+        if length <= self._rope.shape[0]:
+            return
+        positions = torch.arange(length, device=self.embedding.device)[None]
+        cos, sin = self.model.model.rotary_emb(self.embedding[:1], positions)
+        if cos.shape[-1] != self.head_dim:
+            raise UnsupportedModelError("a rotary embedding of a part of the head")
+        half = self.head_dim // 2
+        self._rope = torch.cat((cos[0], -sin[0, :, :half], sin[0, :, half:]), dim=-1)
+
+    def _buffers(self, count: int) -> tuple[torch.Tensor, ...]:
+        """Views of ``count`` tokens: qkv flat and by head, its query and key part by halves, the rotated, the MLP."""
+        if self._views and self._views[0].shape[0] == count:
+            return self._views
+        widths = {
+            "qkv": self.layers[0].qkv.width,
+            "rotated": (self.heads + self.kv_heads) * self.head_dim,
+            "gate_up": self.layers[0].gate_up.width,
+            "gated": self.layers[0].gate_up.width // 2,
+        }
+        like = self.embedding
+        if count > _KEPT_TOKENS:
+            scratch = {name: like.new_empty(count, width) for name, width in widths.items()}
+        else:
+            if not self._scratch or self._scratch["qkv"].shape[0] < count or self._scratch["qkv"].dtype != like.dtype:
+                self._scratch = {name: like.new_empty(count, width) for name, width in widths.items()}
+            scratch = {name: tensor[:count] for name, tensor in self._scratch.items()}
+        by_head = scratch["qkv"].view(count, -1, self.head_dim)
+        views = (
+            scratch["qkv"],
+            by_head[:, : self.heads + self.kv_heads],
+            by_head[:, self.heads + self.kv_heads :],
+            scratch["rotated"].view(count, -1, self.head_dim),
+            scratch["gate_up"],
+            *scratch["gate_up"].chunk(2, dim=1),
+            scratch["gated"],
+        )
+        self._views = views if count <= _KEPT_TOKENS else ()
+        return views
+
+    def logits(
+        self, current: Pass, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+    ) -> torch.Tensor:
+        heads, half = self.heads, self.head_dim // 2
+        qkv, qk, value, rotated, gate_up, gate, up, gated = self._buffers(len(tokens))
+        rotated_low, rotated_high = rotated[..., :half], rotated[..., half:]
+        query, key = rotated[:, :heads], rotated[:, heads:]
+        rope = self._rope.index_select(0, positions)[:, None]
+        cos, sin_low, sin_high = rope.split((2 * half, half, half), dim=-1)
+        hidden = F.embedding(tokens, self.embedding)
+        size = (hidden.shape[1],)
+        for layer in self.layers:
+            layer.qkv.into(qkv, F.rms_norm(hidden, size, layer.norm_in, self.eps))
+            plain = qk
+            if layer.norm_qk is not None:
+                plain = F.rms_norm(qk, (self.head_dim,), None, self.eps).mul_(layer.norm_qk)
+            torch.mul(plain, cos, out=rotated)
+            rotated_low.addcmul_(plain[..., half:], sin_low)
+            rotated_high.addcmul_(plain[..., :half], sin_high)
+            seen = current.attend(layer.index, query, key, value, layer.scale, layer.window, None)
+            layer.out.add_to(hidden, seen.view(len(tokens), -1))
+            layer.gate_up.into(gate_up, F.rms_norm(hidden, size, layer.norm_mlp, self.eps))
+            torch.ops.aten.silu.out(gate, out=gated)
+            layer.down.add_to(hidden, gated.mul_(up))
+        if keep is not None:
+            hidden = hidden.index_select(0, keep)
+        out = hidden.new_empty(len(hidden), self.head.width)
+        self.head.into(out, F.rms_norm(hidden, size, self.norm, self.eps))
+        return out
+
+
+def _linear(module: nn.Module) -> nn.Linear:
+    if type(module) is not nn.Linear:
+        raise UnsupportedModelError(f"a layer of the type {type(module).__name__} where a Linear is expected")
+    return module
+
+
+def pack_weights(model: Any) -> None:
+    """Move the weights of projections with a common input next to each other, so that one product computes them.
+
+    The parameters stay what they are, only their memory changes: for a model that belongs to the engine alone. Models
+    of other types are left as they are.
+    """
+    if model.config.model_type not in MODEL_TYPES:
+        return
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for modules in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            for name in ("weight", "bias"):
+                found = [getattr(module, name, None) for module in modules]
+                tensors = [tensor for tensor in found if tensor is not None]
+                if len(tensors) != len(modules):
+                    continue
+                memory = torch.cat([tensor.detach() for tensor in tensors])
+                for tensor, part in zip(tensors, memory.split([len(tensor) for tensor in tensors]), strict=True):
+                    tensor.data = part

@@ -40,7 +40,7 @@ def as_trajectories(result: Any, workflow: str) -> list[Trajectory]:
     if result is None:
         return []
     if isinstance(result, Trajectory):
-        if not _is_sound(result):
+        if not is_sound(result):
             _check(result, f"workflow {workflow!r}")
         return [result]
     items = result if isinstance(result, (list, tuple)) else (result,)
@@ -59,8 +59,8 @@ def as_trajectories(result: Any, workflow: str) -> list[Trajectory]:
     return trajectories
 
 
-def _is_sound(trajectory: Trajectory) -> bool:
-    """Whether a common trajectory passes ``_check``, in few and cheap steps; False means: look closer."""
+def is_sound(trajectory: Trajectory) -> bool:
+    """Whether a trajectory passes the checks of ``as_trajectories`` at first sight; False means: look closer."""
     reward, mask, logprobs = trajectory.reward, trajectory.loss_mask, trajectory.logprobs
     return (
         type(reward) is float

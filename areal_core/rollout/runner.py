@@ -17,7 +17,7 @@ from areal_core.logging import getLogger
 from areal_core.rollout.context import EpisodeEngine, group_seed
 from areal_core.rollout.episode import Episode, Group, Job, read_first_versions
 from areal_core.rollout.failures import FailureWatch, describe
-from areal_core.rollout.results import as_trajectories
+from areal_core.rollout.results import as_trajectories, is_sound
 from areal_core.rollout.staleness import StalenessManager
 
 #: How long episodes that never wait for anything may keep the event loop from its other work.
@@ -236,10 +236,13 @@ class EpisodeRunner:
 
     def _take_result(self, episode: Episode, result: Any) -> None:
         group = episode.group
-        trajectories = as_trajectories(result, type(group.workflow).__name__)
-        if not trajectories:
-            episode.reject("workflow")
-            return
+        if type(result) is Trajectory and is_sound(result):
+            trajectories = [result]
+        else:
+            trajectories = as_trajectories(result, type(group.workflow).__name__)
+            if not trajectories:
+                episode.reject("workflow")
+                return
         for trajectory in trajectories:
             _set_group_id(trajectory, group.uid)
         episode.trajectories = trajectories

@@ -51,6 +51,11 @@ def run_case(name: str, models: Path, out: Path) -> tuple[dict[str, Any], dict[s
             tensors |= {f"lora.{n}": full(p) for n, p in trained}
             engine.save_adapter(out / "adapter")
         return {}, tensors
+    if kind == "reload":
+        # Other weights first, so that those of the folder must arrive.
+        engine = cases.make_engine(models / arch, backend=backend, optimizer=cases.sgd(), init_from_scratch=True)
+        engine.load(SaveLoadMeta(path=models / arch))
+        return {}, cases.parameters_of(engine)
     if kind == "bad":
         try:
             cases.make_engine(models / arch, backend=backend)

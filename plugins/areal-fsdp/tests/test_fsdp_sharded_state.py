@@ -29,6 +29,8 @@ CASES = [
     *(f"load-{arch}" for arch in ARCHES),
     "critic-qwen3",
     "adapter-qwen3",
+    "reload-qwen2",
+    "reload-qwen3_moe",
     *(f"bad-{name}" for name in BAD),
     *(f"optimizer-{name}" for name in cases.OPTIMIZERS),
     "background-qwen3",
@@ -133,6 +135,16 @@ def test_initialize_when_streamed_to_two_ranks_expected_model_of_one(name: str, 
         trained = {n: p for n, p in engine.model.named_parameters() if p.requires_grad}
         assert all(torch.equal(found[f"lora.{n}"], p) for n, p in trained.items())
         assert max(p.abs().max() for n, p in trained.items() if "lora_A" in n) > 0
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3_moe"])
+def test_load_hf_when_on_two_ranks_expected_weights_of_the_folder(arch: str, models: Path, two_ranks: Path) -> None:
+    expected = cases.parameters_of(cases.make_engine(models / arch))
+
+    _, found = results(two_ranks, f"reload-{arch}")
+
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_save_adapter_when_sharded_expected_peft_loads_it(models: Path, two_ranks: Path) -> None:

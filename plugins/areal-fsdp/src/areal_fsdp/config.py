@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
 import attrs
 
 from areal_core.config.fields import option
+
+
+def _is_size(instance: Any, attribute: attrs.Attribute[Any], value: str) -> None:
+    if re.fullmatch(r"\d+(\.\d+)?(KB|MB|GB|TB)", value) is None:
+        raise ValueError(f"must be a number and KB, MB, GB or TB, such as 5GB, got {value!r}")
 
 
 @attrs.define(kw_only=True)
@@ -47,4 +53,4 @@ class FSDPConfig:
         "tensorwise on any device, slowly.",
     )
     cpu_offload: bool = option(False, "Keep sharded parameters, gradients and optimizer state in host memory.")
-    max_shard_size: str = option("5GB", "Largest safetensors file of an export.")
+    max_shard_size: str = option("5GB", "Largest safetensors file of an export.", validator=_is_size)

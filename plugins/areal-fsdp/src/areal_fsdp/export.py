@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from areal_core.errors import BadInputError
 from areal_fsdp.lora import lora_layers, merged_weight
+from areal_fsdp.low_precision import local
+from areal_fsdp.shards import local_part
 
 _SAVED, _ORIGINAL, _BASE = ".modules_to_save.default", ".original_module", ".base_layer"
 
@@ -132,27 +135,27 @@ def check_fits(model: nn.Module, source: nn.Module, *, where: Path) -> None:
             )
 
 
-def copy_into(model: nn.Module, source: nn.Module) -> None:
-    """Copy the weights of an unsharded model that fits. Adapters of ``model`` are set to add nothing."""
+def copy_into(
+    model: nn.Module, source: nn.Module, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> None:
+    """Copy the weights of an unsharded model that fits. Adapters of ``model`` are set to add nothing. Collective.
+
+    Args:
+        source: its tensors count on the group's first rank; elsewhere it may be on the meta device.
+        device: where they are broadcast.
+    """
     new = hf_parameters(source)
     with torch.no_grad():
         for name, value in hf_parameters(model).items():
-            assign(value, new[name])
+            whole = new[name]
+            if group is not None:
+                if whole.device.type == "meta":
+                    whole = torch.empty(whole.shape, dtype=value.dtype, device=device)
+                whole = whole.detach().to(device, value.dtype).contiguous()
+                dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
+            local(value).copy_(local_part(whole, value))
         for layer in lora_layers(model).values():
             layer.lora_B["default"].weight.zero_()
-
-
-def assign(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy a full tensor, the same on every rank, into a live and perhaps sharded one. No communication."""
-    if not isinstance(target, DTensor):
-        target.copy_(whole)
-        return
-    from torch.distributed.tensor import distribute_tensor
-
-    local = distribute_tensor(
-        whole.detach().to(target.device, target.dtype), target.device_mesh, target.placements, src_data_rank=None
-    )
-    target.copy_(local)
 
 
 def _fsync(path: Path) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def save(engine: FSDPEngine, meta: SaveLoadMeta) -> None:
     """``TrainEngine.save``."""
     scorer = engine.ready()
+    _check_not_quantized(engine)
     finish_saving(engine)
     if meta.weight_format == "hf":
         save_hf(engine, meta.path, tokenizer=meta.tokenizer)
@@ -71,12 +72,15 @@ def _background_group(engine: FSDPEngine) -> dist.ProcessGroup:
 def load(engine: FSDPEngine, meta: SaveLoadMeta) -> None:
     """``TrainEngine.load``."""
     scorer = engine.ready()
+    _check_not_quantized(engine)
     error: Exception | None = None
     state: dict[str, Any] = {}
     new: nn.Module | None = None
     try:
         if meta.weight_format == "hf":
-            new = engine.build_model(loading.resolve_folder(str(meta.path)), from_scratch=False)
+            # Rank 0 alone reads; the others know the shapes.
+            folder = loading.resolve_folder(str(meta.path))
+            new = engine.build_model(folder, from_scratch=False, meta=engine.mesh.rank != 0)
             export.check_fits(scorer.model, new, where=meta.path)
         elif not meta.path.is_dir():
             raise BadInputError(f"{meta.path}: there is no such checkpoint folder.")
@@ -84,7 +88,7 @@ def load(engine: FSDPEngine, meta: SaveLoadMeta) -> None:
         error = caught
     comm.raise_together(error, engine.mesh.world, engine.device)
     if new is not None:
-        export.copy_into(scorer.model, new)
+        export.copy_into(scorer.model, new, engine.mesh.world, engine.device)
         return
     optimizer = engine.optimizer if meta.with_optim else None
     try:
@@ -137,6 +141,14 @@ def save_hf(engine: FSDPEngine, path: Path, *, tokenizer: Any) -> None:
     except Exception as caught:
         error = save_error(path, caught)
     comm.raise_together(error, engine.mesh.world, engine.device)
+
+
+def _check_not_quantized(engine: FSDPEngine) -> None:
+    if engine.config.quantization is not None:
+        raise BadInputError(
+            f"quantization: a model with {engine.config.quantization} weights is neither saved nor loaded again; it is "
+            "read from its path at the start."
+        )
 
 
 def _check_save_path(engine: FSDPEngine, path: Path) -> None:

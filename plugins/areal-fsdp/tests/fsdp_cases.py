@@ -87,7 +87,7 @@ def model_config(arch: str) -> Any:
         return transformers.MambaConfig(
             vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8, pad_token_id=0
         )
-    raise ValueError(arch)
+    return transformers.AutoConfig.for_model(arch, **_COMMON, head_dim=8)
 
 
 _FOLDERS = tempfile.TemporaryDirectory(prefix="fsdp-models-")

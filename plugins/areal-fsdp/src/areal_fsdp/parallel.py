@@ -125,7 +125,7 @@ def _layers(model: Any, names: list[str]) -> list[nn.Module]:
 
 def _shard_dim(parameter: nn.Parameter, shards: int) -> Shard | None:
     """The second dimension where the first is already split unevenly by tensor parallelism (a vocabulary)."""
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or shards == 1:
         return None
     placement, size = parameter.placements[0], parameter.shape[0]
     if not (isinstance(placement, Shard) and placement.dim == 0 and size % parameter.device_mesh.size()):

@@ -142,7 +142,7 @@ class _Parallelizer:
         found: list[tuple[nn.Module, str]] = []
         for name in [*modules, *(name for name, _ in decoder.named_parameters())]:
             for pattern, (entry, style) in patterns.items():
-                if pattern.fullmatch(name) is None:
+                if pattern.fullmatch(name) is None or modules.get(name) is self.model.get_input_embeddings():
                     continue
                 if style not in _STYLES or name not in modules:
                     raise BadInputError(

@@ -151,18 +151,26 @@ def read_first_versions(groups: Sequence[Group]) -> None:
 
     For many groups together: numpy's calls cost more than the few tokens that one of them has.
     """
-    groups = [group for group in groups if group.first_version < 0]
-    parts = [[t for e in group.episodes if e.outcome == "accepted" for t in e.trajectories] for group in groups]
-    groups = [group for group, part in zip(groups, parts, strict=True) if part]
-    parts = [part for part in parts if part]
-    if not groups:
+    trajectories: list[Trajectory] = []
+    found: list[Group] = []
+    firsts: list[int] = []  # index of the first trajectory of each
+    for group in groups:
+        before = len(trajectories)
+        if group.first_version < 0:
+            for episode in group.episodes:
+                if episode.outcome == "accepted":
+                    trajectories += episode.trajectories
+        if len(trajectories) > before:
+            found.append(group)
+            firsts.append(before)
+    if not found:
         return
-    trajectories = [trajectory for part in parts for trajectory in part]
-    versions = np.concatenate([trajectory.versions for trajectory in trajectories])
+    parts = [trajectory.versions for trajectory in trajectories]
+    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+    starts = (lengths.cumsum() - lengths)[firsts]
+    versions = np.concatenate(parts)
     mask = np.concatenate([trajectory.loss_mask for trajectory in trajectories])
-    lengths = [sum(map(len, part)) for part in parts]
-    starts = np.cumsum([0, *lengths[:-1]])
     # Every trajectory has a sampled token, see results.as_trajectories.
     oldest = np.minimum.reduceat(np.where(mask, versions, np.iinfo(versions.dtype).max), starts)
-    for group, version in zip(groups, oldest.tolist(), strict=True):
+    for group, version in zip(found, oldest.tolist(), strict=True):
         group.first_version = version

@@ -30,7 +30,7 @@ from areal_core.rollout.controller import RolloutController
 
 AIM = 2.5
 #: Seconds of the model that pass in one second of the benchmark.
-SCALE = 800.0
+SCALE = 500.0
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=3, help="runs of each mode, with different seeds (default 3)")
     parser.add_argument("--quick", action="store_true", help="one short run of each mode; writes nothing")
     arguments = parser.parse_args(argv)
-    runs, steps, warmup = (1, 3, 3) if arguments.quick else (arguments.runs, 8, 6)
+    runs, steps, warmup = (1, 3, 3) if arguments.quick else (arguments.runs, 5, 5)
     model = LatencyModel()
     modes = {
         "synchronous": (model, 0),

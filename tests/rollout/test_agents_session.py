@@ -162,8 +162,9 @@ async def test_session_when_tools_change_begins_a_branch():
         lambda m: {"role": "assistant", "content": m["content"], "audio": None, "annotations": [], "refusal": None},
         lambda m: {"role": "assistant", "content": [{"type": "text", "text": m["content"]}]},
         lambda m: {"role": "assistant", "content": f"\n{m['content']} "},
+        lambda m: {**m, "reasoning_content": "", "provider_specific_fields": {}, "tool_calls": []},
     ],
-    ids=["client fields", "parts", "blanks"],
+    ids=["client fields", "parts", "blanks", "empty fields"],
 )
 async def test_session_when_answer_comes_back_in_another_form_knows_it(echo):
     session, _ = make_session("two" + END, "2" + END)

@@ -41,6 +41,18 @@ def calls_of(parsed):
             [("f", {})],
             1,
         ),
+        (
+            '<think>A <tool_call> will do.</think><tool_call>{"name": "f"}</tool_call>',
+            "<think>A <tool_call> will do.</think>",
+            [("f", {})],
+            0,
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "<tool_call>"}}</tool_call>',
+            "",
+            [("f", {"a": "<tool_call>"})],
+            0,
+        ),
     ],
 )
 def test_hermes_when_parsed_finds_calls_and_leaves_the_rest(text, content, calls, malformed):

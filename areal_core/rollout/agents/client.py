@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from areal_core.errors import BadInputError
-from areal_core.rollout.agents.errors import APIError
+from areal_core.rollout.agents.errors import APIError, no_session
 from areal_core.rollout.agents.session import AgentSession
 
 # A reserved name (RFC 2606): a client without our transport cannot reach anybody with it.
@@ -128,7 +128,7 @@ class _SessionTransport:
         name, _, route = request.url.path.removeprefix("/").partition("/v1/")
         session = self._sessions.get(name)
         if session is None:
-            raise APIError("this episode has ended, or its base_url was changed", status=404, code="no_session")
+            raise no_session()
         if (request.method, route) == ("GET", "models"):
             return self._http.Response(200, json=session.models())
         if (request.method, route) != ("POST", "chat/completions"):

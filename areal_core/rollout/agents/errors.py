@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 MAX_COMPLETIONS = "max_completions"
@@ -39,6 +40,19 @@ def refusal_behind(error: BaseException | None) -> str | None:
             return str(code)
         error = error.__cause__ or error.__context__
     return None
+
+
+def single_errors(error: BaseException) -> Iterator[BaseException]:
+    """The errors in a group, as ``asyncio.TaskGroup`` raises it; any other error is itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for member in error.exceptions:
+            yield from single_errors(member)
+    else:
+        yield error
+
+
+def no_session() -> APIError:
+    return APIError("this episode has ended, or its base_url was changed", status=404, code="no_session")
 
 
 def unsupported(field: str, message: str) -> APIError:

@@ -13,7 +13,7 @@ Message = dict[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # What a client library adds to an answer that it hands back, and no chat template reads.
-_ECHOED = frozenset(("refusal", "annotations", "audio", "function_call", "parsed", "reasoning", "reasoning_content"))
+_ECHOED = frozenset(("refusal", "annotations", "audio", "function_call", "parsed"))
 
 
 def normalized(messages: Any) -> list[Message]:
@@ -35,7 +35,8 @@ def _normalized(message: Any, where: str) -> Message:
     if result["role"] == "assistant":
         if message.get("function_call"):
             raise unsupported(f"{where}.function_call", "is the old form of tool calls; use tool_calls")
-        result = {k: v for k, v in result.items() if k not in _ECHOED}
+        # Libraries also add fields of their own, empty ones.
+        result = {k: v for k, v in result.items() if k not in _ECHOED and v not in ("", [], {})}
     result["content"] = text_of(message.get("content"), f"{where}.content")
     calls = message.get("tool_calls")
     if calls:

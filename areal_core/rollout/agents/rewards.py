@@ -36,15 +36,16 @@ class RewardJudge:
         if code == OK:
             return value if isinstance(value, Score) else number
         kinds: dict[int, RewardErrorKind] = {NONE: "none", NAN: "nan", INF: "inf"}
-        error = self.failed(kinds.get(code, "type"), f"{message} for {what}")
-        if self.on_error == "zero":
-            return 0.0
-        raise error
+        self.failed(kinds.get(code, "type"), f"{message} for {what}")
+        return 0.0
 
-    def failed(self, kind: RewardErrorKind, message: str) -> Exception:
-        """Count an error, and give the exception to raise for it."""
+    def failed(self, kind: RewardErrorKind, message: str) -> None:
+        """Count an error. Raises as ``checked``; if it returns, the reward is 0."""
         self.errors[kind] += 1
         error = RewardError(kind, f"the agent {self.agent!r} {message}")
-        if self.on_error != "raise":
-            return error
-        return BadInputError(f"{error}. A reward is a finite number; reward.on_error: reject would go on without it.")
+        if self.on_error == "reject":
+            raise error
+        if self.on_error == "raise":
+            raise BadInputError(
+                f"{error}. A reward is a finite number; reward.on_error: reject would go on without it."
+            )

@@ -21,6 +21,7 @@ from areal_core.rollout.agents.errors import (
     ENGINE_ERROR,
     MAX_COMPLETIONS,
     APIError,
+    no_session,
     unsupported,
 )
 from areal_core.rollout.agents.messages import Message, chain, digest, extend, for_template
@@ -90,7 +91,10 @@ class AgentSession:
         self._scope = str(getattr(engine, "episode_id", id(self)))
         self._name = digest(self._scope).hex()[:16]
         self._ends: dict[bytes, list[Completion]] = {}
+        self._continued: Counter[str] = Counter()  # requests that go on from a completion, those under way included
         self._requests = self._sampled = self._chats = 0
+        self._at_work: set[asyncio.Task[Any]] = set()
+        self._closed = False
 
     # ------------------------------------------------------------------------------------------------- the agent's
 
@@ -104,11 +108,22 @@ class AgentSession:
         Raises:
             APIError: a request that cannot be honoured; ``status`` and ``body()`` are what a server would answer.
         """
+        task = asyncio.current_task()
+        assert task is not None
+        self._at_work.add(task)
         try:
             return await self._create(request)
         except APIError:
             self.stats["refused_requests"] += 1
             raise
+        finally:
+            self._at_work.discard(task)
+
+    def close(self) -> None:
+        """End the episode: further requests are refused, and those that the agent left running are cancelled."""
+        self._closed = True
+        for task in self._at_work:
+            task.cancel()
 
     def models(self) -> dict[str, Any]:
         """The body of ``GET /v1/models``."""
@@ -142,6 +157,8 @@ class AgentSession:
 
     async def _create(self, request: Mapping[str, Any]) -> dict[str, Any] | Iterator[dict[str, Any]]:
         settings = self.settings
+        if self._closed:
+            raise no_session()
         chat = parse_request(
             request,
             settings.gconfig,
@@ -150,8 +167,6 @@ class AgentSession:
             default_model=MODEL,
         )
         self._check_tools(chat)
-        self._count(chat.n)
-        order, self._requests = self._requests, self._requests + 1
         start = digest([chat.tools, chat.template_options])
         keys = list(chain(chat.messages, start))
         parent, length = self._parent(keys)
@@ -165,10 +180,19 @@ class AgentSession:
                 param="messages",
                 code="invalid_value",
             ) from error
+        self._count(chat.n)
+        order, self._requests = self._requests, self._requests + 1
         if parent is None:
             self.stats["branches"] += self._chats > 0
             self._chats += 1
-        responses = await self._sample(chat, prompt, order)
+            responses = await self._sample(chat, prompt)
+        else:
+            self._continued[parent.id] += 1
+            try:
+                responses = await self._sample(chat, prompt)
+            except BaseException:
+                self._continued[parent.id] -= 1
+                raise
         completions = [self._record(chat, response, parent, order, i, keys[-1]) for i, response in enumerate(responses)]
         answer = chat_completion(completions, chat.model, settings.tokenizer, logprobs=chat.logprobs)
         return chunks(answer, include_usage=chat.include_usage) if chat.stream else answer
@@ -203,7 +227,7 @@ class AgentSession:
             found = self._ends.get(keys[length])
             if found:
                 # Answers that read alike: one for each chat that goes on, as far as they last.
-                return next((c for c in found if not c.children), found[-1]), length
+                return next((c for c in found if not self._continued[c.id]), found[-1]), length
         return None, 0
 
     def _prompt(self, chat: ChatRequest, parent: Completion | None, length: int, key: bytes) -> list[int]:
@@ -222,7 +246,7 @@ class AgentSession:
         prompt: list[int] = cached
         return prompt
 
-    async def _sample(self, chat: ChatRequest, prompt: list[int], order: int) -> list[ModelResponse]:
+    async def _sample(self, chat: ChatRequest, prompt: list[int]) -> list[ModelResponse]:
         most = chat.gconfig.max_tokens
         if most is not None and len(prompt) >= most and self.completions:
             raise self._too_long(f"the chat has {len(prompt)} tokens; gconfig.max_tokens is {most}")
@@ -249,9 +273,10 @@ class AgentSession:
             raise self._failed(error) from error
 
     def _seed(self, chat: ChatRequest, choice: int) -> int | None:
-        if chat.seed is None or (chat.n == 1 and not self.training):
-            return chat.seed if chat.seed is not None else chat.gconfig.seed
-        return choice_seed(chat.seed, self._scope if self.training else "", choice)
+        seed = chat.seed if chat.seed is not None else chat.gconfig.seed
+        if seed is None or (chat.n == 1 and not self.training):
+            return seed
+        return choice_seed(seed, self._scope if self.training else "", choice)
 
     def _failed(self, error: Exception) -> APIError:
         self.failure = error

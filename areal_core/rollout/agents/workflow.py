@@ -16,7 +16,13 @@ from areal_core.api.workflow_api import RolloutWorkflow
 from areal_core.errors import BadInputError
 from areal_core.rollout.agents.client import AgentClients
 from areal_core.rollout.agents.completions import chosen
-from areal_core.rollout.agents.errors import CONTEXT_LENGTH, ENGINE_ERROR, MAX_COMPLETIONS, refusal_behind
+from areal_core.rollout.agents.errors import (
+    CONTEXT_LENGTH,
+    ENGINE_ERROR,
+    MAX_COMPLETIONS,
+    refusal_behind,
+    single_errors,
+)
 from areal_core.rollout.agents.export import export_concat, export_individual
 from areal_core.rollout.agents.rewards import OnError, RewardJudge
 from areal_core.rollout.agents.session import MODEL, AgentSession, SessionSettings
@@ -91,13 +97,14 @@ class AgentRunner(RolloutWorkflow):
         session = AgentSession(engine, self._settings, training=self.training, check_reward=self._judge.checked)
         try:
             with self._clients.open(session) if self._clients is not None else nullcontext() as access:
-                result = await self.agent.run(data, **self._given(engine, session, access))
+                result = await self.agent.run(_own(data), **self._given(engine, session, access))
         except Exception as error:
             explained = _explained(session, error)
             if explained is error:
                 raise
             raise explained from error
         finally:
+            session.close()
             self._stats.update(session.stats)
         if isinstance(session.failure, BadInputError):
             raise session.failure
@@ -139,9 +146,10 @@ class AgentRunner(RolloutWorkflow):
             try:
                 session.set_reward(completion_id, value)
             except KeyError as error:
-                raise self._judge.failed("type", f"returned a reward that has no place: {error.args[0]}") from error
+                self._judge.failed("type", f"returned a reward that has no place: {error.args[0]}")
         if not any(completion.reward is not None for completion in session.completions.values()):
-            raise self._judge.failed("none", "returned a dict without a reward; return None to reject the episode")
+            self._judge.failed("none", "returned a dict without a reward; return None to reject the episode")
+            session.set_last_reward(0.0)
         return True
 
     def _export(self, session: AgentSession) -> list[Trajectory]:
@@ -154,15 +162,31 @@ class AgentRunner(RolloutWorkflow):
         return trajectories
 
 
+def _own(value: Any) -> Any:
+    """A row whose lists and dicts an agent may change: it will append to its messages, and others play the row too."""
+    if isinstance(value, dict):
+        return {key: _own(item) for key, item in value.items()}
+    return [_own(item) for item in value] if isinstance(value, list) else value
+
+
 def _explained(session: AgentSession, error: Exception) -> Exception:
     """What the controller should see instead of ``error``, which may only be what the client made of it."""
+    found = [_explanation(session, single) for single in single_errors(error)]
+    # A mistake of the agent's own is not hidden behind what else went wrong.
+    known = [explanation for explanation in found if explanation is not None]
+    if len(known) < len(found):
+        return error
+    return next((explanation for explanation in known if isinstance(explanation, BadInputError)), known[0])
+
+
+def _explanation(session: AgentSession, error: BaseException) -> Exception | None:
     if isinstance(error, (EpisodeRejected, RewardError, BadInputError)):
         return error
     refusal = refusal_behind(error)
-    if refusal == ENGINE_ERROR and session.failure is not None:
+    if refusal == ENGINE_ERROR:
         return session.failure
     reasons = {MAX_COMPLETIONS: "agent_max_completions", CONTEXT_LENGTH: "agent_context_length"}
-    return EpisodeRejected(reasons[refusal]) if refusal in reasons else error
+    return EpisodeRejected(reasons[refusal]) if refusal in reasons else None
 
 
 def _keywords_of(agent: Any, name: str) -> tuple[str, ...]:

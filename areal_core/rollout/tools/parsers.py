@@ -13,7 +13,8 @@ from areal_core.errors import BadInputError
 
 ParserName = Literal["auto", "hermes", "llama3_json", "none"]
 
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_HERMES = re.compile(r"<tool_call>(.*?)(?:(</tool_call>)|\Z)", re.DOTALL)
+_HERMES_OPEN = "<tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 
 
@@ -75,13 +76,17 @@ def parse_hermes(text: str) -> ParsedAnswer:
     kept: list[str] = []
     position = 0
     for match in _HERMES.finditer(text):
-        closed = match.group(0).endswith("</tool_call>")
-        call = _as_call(_loads(match.group(1))) if closed else None
+        start = match.start()
+        call = _as_call(_loads(match[1])) if match[2] else None
+        if call is None and match[2] and _HERMES_OPEN in match[1]:
+            # An opening tag that was only mentioned, in a thought, or never closed.
+            start = text.rindex(_HERMES_OPEN, start, match.end())
+            call = _as_call(_loads(text[start + len(_HERMES_OPEN) : match.end(1)]))
         if call is None:
             malformed += 1
             continue
         calls.append(call)
-        kept.append(text[position : match.start()])
+        kept.append(text[position:start])
         position = match.end()
     if not calls:
         return ParsedAnswer(text, malformed=malformed)

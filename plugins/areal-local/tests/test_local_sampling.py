@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_local.sampling import SamplingParams, sample, uniform
+from areal_local.sampling import SamplingParams, sample, streams, uniform
 
 
 def chi_squared_p(counts, expected):
@@ -49,7 +49,7 @@ def exact_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 def draw(logits, count, **params):
     rows = logits.expand(count, -1)
-    noise = uniform(np.arange(count, dtype=np.uint64), np.full(count, 7))
+    noise = uniform(streams(np.arange(count, dtype=np.uint64)), np.full(count, 7))
     return sample(rows, SamplingParams(uniforms=torch.from_numpy(noise), **params))
 
 
@@ -166,7 +166,7 @@ def test_uniform_when_counters_are_consecutive_is_uniform_and_uncorrelated(axis)
     seeds = (counter if axis != "position" else np.full(count, 3)).astype(np.uint64)
     positions = counter if axis != "seed" else np.full(count, 3)
 
-    values = uniform(seeds, positions)
+    values = uniform(streams(seeds), positions)
 
     assert values.min() >= 0
     assert values.max() < 1
@@ -179,12 +179,72 @@ def test_uniform_when_counters_are_consecutive_is_uniform_and_uncorrelated(axis)
 def test_uniform_when_one_bit_of_the_seed_flips_changes_half_of_the_bits():
     base = np.array([0x0123456789ABCDEF], dtype=np.uint64)
     position = np.array([11])
-    top = (uniform(base, position) * 2**53).astype(np.uint64)
+    top = (uniform(streams(base), position) * 2**53).astype(np.uint64)
 
     flipped = [
-        bin(int(top[0] ^ (uniform(base ^ np.uint64(1 << bit), position) * 2**53).astype(np.uint64)[0])).count("1")
+        bin(int(top[0] ^ (uniform(streams(base ^ np.uint64(1 << bit)), position) * 2**53).astype(np.uint64)[0])).count(
+            "1"
+        )
         for bit in range(64)
     ]
 
     assert 24 < np.mean(flipped) < 29
     assert min(flipped) > 8
+
+
+OPTIONS = [
+    {"temperature": 1.0},
+    {"temperature": 1.6},
+    {"temperature": 1.6, "top_k": 7},
+    {"temperature": 1.6, "top_p": 0.8},
+    {"temperature": 1.6, "min_p": 0.1},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+def test_samples_when_drawn_through_the_engine_follow_the_exact_distribution(options, model, make_engine, generate):
+    with torch.no_grad():
+        logits = model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1]
+    count = 2500
+    engine = make_engine(model)
+
+    answers = generate(
+        engine, [([3, 1, 4, 1, 5], {"seed": seed}) for seed in range(count)], max_new_tokens=1, **options
+    )
+
+    counts = torch.bincount(torch.tensor([answer.output_tokens[0] for answer in answers]), minlength=97)
+    assert chi_squared_p(counts, exact_distribution(logits, **options) * count) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "mutated"),
+    [
+        ({"top_k": 7}, {"top_k": 8}),
+        ({"top_k": 7}, {"top_k": 6}),
+        ({"top_p": 0.8}, {"top_p": 0.83}),
+        ({"top_p": 0.8}, {"top_p": 0.77}),
+        ({"min_p": 0.1}, {"min_p": 0.13}),
+        ({"min_p": 0.1}, {"min_p": 0.07}),
+        ({"temperature": 1.6}, {"temperature": 1.2}),
+    ],
+)
+def test_chi_squared_when_a_filter_is_slightly_off_rejects_the_samples(options, mutated, model, make_engine, generate):
+    """The test above can fail: samples of a slightly different filter do not pass it."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[3, 1, 4, 1, 5]])).logits[0, -1]
+    temperature = {"temperature": 1.6}
+    count = 2500
+    expected = exact_distribution(logits, **{**temperature, **options})
+    engine = make_engine(model)
+
+    answers = generate(
+        engine,
+        [([3, 1, 4, 1, 5], {"seed": seed}) for seed in range(count)],
+        max_new_tokens=1,
+        **{**temperature, **mutated},
+    )
+
+    counts = torch.bincount(torch.tensor([answer.output_tokens[0] for answer in answers]), minlength=97).numpy()
+    outside = counts[expected == 0].sum()
+    assert outside > 0 or chi_squared_p(counts, expected * count) < 1e-4

@@ -19,7 +19,7 @@ from areal_core.errors import ArealError
 from areal_core.logging import getLogger
 from areal_local.decoder import Decoder
 from areal_local.rows import Pending, Rows
-from areal_local.sampling import SamplingParams, sample_from_candidates, uniform
+from areal_local.sampling import SamplingParams, sample_from_candidates, streams, uniform
 
 _logger = getLogger("LocalGeneration")
 
@@ -64,7 +64,7 @@ class GenerationLoop:
         self._paused = self._stopping = self._stepping = self._idle = False
         self._cancellations = False
         self._done: list[Done] = []
-        self._fixed = SamplingParams(uniforms=_NONE)
+        self._fixed: _FixedParams | None = None
         self._fixed_key: tuple[int, ...] = ()
         self._thread = threading.Thread(target=self._run, name="areal-local", daemon=True)
         self._threads_set = threading.Event()
@@ -260,41 +260,24 @@ class GenerationLoop:
         # What does not change from token to token is looked up once, until rows enter, leave or move.
         key = (rows.changes, len(index), int(index[0]), int(index[-1]))
         if key != self._fixed_key:
-            self._fixed, self._fixed_key = self._fixed_params(index), key
-        params = copy.copy(self._fixed)
-        params.uniforms = self._tensor(uniform(rows.seed[index], rows.length[index]))
-        if rows.penalty.any():
-            penalised = np.flatnonzero(rows.penalty[index])
-            if len(penalised):
-                counts = rows.generated[index[penalised]]
-                tokens = np.concatenate([rows.out_tokens[index[i], : rows.generated[index[i]]] for i in penalised])
-                where: npt.NDArray[np.int64] = np.repeat(penalised, counts)
-                amounts = rows.penalty[index[where]]
-                params.penalties = (self._tensor(where), self._tensor(tokens), self._tensor(amounts))
-        early = np.flatnonzero(rows.generated[index] < rows.min_out[index])
-        if len(early):
+            self._fixed, self._fixed_key = _FixedParams(self, index), key
+        fixed = self._fixed
+        assert fixed is not None
+        params = copy.copy(fixed.params)
+        params.uniforms = self._tensor(uniform(fixed.streams, rows.length[index]))
+        if len(fixed.penalised):
+            penalised = fixed.penalised
+            counts = rows.generated[index[penalised]]
+            tokens = np.concatenate([rows.out_tokens[index[i], : rows.generated[index[i]]] for i in penalised])
+            where: npt.NDArray[np.int64] = np.repeat(penalised, counts)
+            amounts = rows.penalty[index[where]]
+            params.penalties = (self._tensor(where), self._tensor(tokens), self._tensor(amounts))
+        if fixed.some_minimum:
+            early = np.flatnonzero(rows.generated[index] < rows.min_out[index])
             table = rows.stop_ids[index[early]]
             where, column = np.nonzero((table >= 0) & (table < self.vocab_size))
             if len(where):
                 params.banned = (self._tensor(early[where]), self._tensor(table[where, column]))
-        return params
-
-    def _fixed_params(self, index: npt.NDArray[np.int64]) -> SamplingParams:
-        rows = self.rows
-        params = SamplingParams(uniforms=_NONE)
-        temperature, greedy = rows.temperature[index], rows.greedy[index]
-        if (temperature != 1).any():
-            params.temperature = self._tensor(temperature)
-        if greedy.any():
-            params.greedy = self._tensor(greedy)
-            params.all_greedy = bool(greedy.all())
-        top_k, top_p, min_p = rows.top_k[index], rows.top_p[index], rows.min_p[index]
-        if (top_k > 0).any():
-            params.top_k, params.max_top_k = self._tensor(top_k), int(top_k.max())
-        if (top_p < 1).any():
-            params.top_p, params.nucleus = self._tensor(top_p), self._tensor(np.flatnonzero(top_p < 1))
-        if (min_p > 0).any():
-            params.min_p = self._tensor(min_p)
         return params
 
     def _sample(self, logits: torch.Tensor, index: npt.NDArray[np.int64], version: int) -> None:
@@ -355,6 +338,30 @@ class GenerationLoop:
         if self._done:
             done, self._done = self._done, []
             self.deliver(done)
+
+
+class _FixedParams:
+    """What sampling needs of the rows ``index`` and stays the same from token to token."""
+
+    def __init__(self, loop: GenerationLoop, index: npt.NDArray[np.int64]) -> None:
+        rows, tensor = loop.rows, loop._tensor
+        self.streams = streams(rows.seed[index])
+        self.penalised = np.flatnonzero(rows.penalty[index])
+        self.some_minimum = bool((rows.min_out[index] > 0).any())
+        self.params = params = SamplingParams(uniforms=_NONE)
+        temperature, greedy = rows.temperature[index], rows.greedy[index]
+        if (temperature != 1).any():
+            params.temperature = tensor(temperature)
+        if greedy.any():
+            params.greedy = tensor(greedy)
+            params.all_greedy = bool(greedy.all())
+        top_k, top_p, min_p = rows.top_k[index], rows.top_p[index], rows.min_p[index]
+        if (top_k > 0).any():
+            params.top_k, params.max_top_k = tensor(top_k), int(top_k.max())
+        if (top_p < 1).any():
+            params.top_p, params.nucleus = tensor(top_p), tensor(np.flatnonzero(top_p < 1))
+        if (min_p > 0).any():
+            params.min_p = tensor(min_p)
 
 
 def _to_host(

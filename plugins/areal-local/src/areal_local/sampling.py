@@ -29,11 +29,16 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1), ``[B]``, from seeds ``[B]`` and positions ``[B]``."""
+def streams(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The start of the stream of random numbers of each seed, ``[B]``."""
     with np.errstate(over="ignore"):
-        stream = _mix(seeds + _GOLDEN)
-        bits = _mix(stream + _mix((positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN))
+        return _mix(seeds + _GOLDEN)
+
+
+def uniform(starts: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1), ``[B]``, from the starts of streams ``[B]`` and positions ``[B]``."""
+    with np.errstate(over="ignore"):
+        bits = _mix(starts + _mix((positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -10,7 +10,7 @@ from areal_core.cli import console
 
 if TYPE_CHECKING:
     from areal_core.api.configs import RewardConfig
-    from areal_core.api.reward_api import AsyncRewardWrapper
+    from areal_core.api.reward_api import AsyncRewardWrapper, RewardError
 
 _EPILOG = """
 Examples:
@@ -73,8 +73,10 @@ def register(app: typer.Typer) -> None:
             console.print_json(result)
         else:
             _print(results)
-            if of_run and result["ok"]:
+            if result["ok"] and of_run:
                 console.stdout(f"total: {result['value']:g}")
+            elif result["error"] and of_run:
+                console.error(f"total: {result['error']['message']}")
         if not result["ok"]:
             raise typer.Exit(1)
 
@@ -98,9 +100,21 @@ def _weight(result: dict[str, Any]) -> str:
 
 def _summary(name: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The weighted sum, as ``CombinedReward`` makes it, but with every error in sight."""
-    ok = all(result["ok"] for result in results.values())
-    total = sum(result["weight"] * result["value"] for result in results.values()) if ok else None
-    return {"config": name, "ok": ok, "value": total, "rewards": results}
+    from areal_core.api.reward_api import RewardError
+    from areal_core.rollout.rewards import checked_total
+
+    summary: dict[str, Any] = {"config": name, "ok": False, "value": None, "error": None, "rewards": results}
+    if all(result["ok"] for result in results.values()):
+        try:
+            total = checked_total(sum(result["weight"] * result["value"] for result in results.values()))
+            summary.update(ok=True, value=total)
+        except RewardError as error:
+            summary["error"] = _error(error)
+    return summary
+
+
+def _error(error: RewardError) -> dict[str, str]:
+    return {"kind": error.kind, "message": str(error)}
 
 
 def _columns(pairs: list[str]) -> dict[str, Any]:
@@ -174,7 +188,7 @@ def _score(
             found["value"] = await reward(prompt, completion, None, None, **columns)
             found["ok"] = True
         except RewardError as error:
-            found["error"] = {"kind": error.kind, "message": str(error)}
+            found["error"] = _error(error)
         return {**found, "seconds": time.perf_counter() - start, "runs_in": reward.runs_in}
 
     async def call_all() -> dict[str, dict[str, Any]]:

@@ -33,7 +33,7 @@ class ScoredReward:
     async def __call__(
         self, prompt: Any, completions: Any, prompt_ids: Any = None, completion_ids: Any = None, **data: Any
     ) -> float:
-        return _checked(self.weight * await self.value(prompt, completions, prompt_ids, completion_ids, **data))
+        return checked_total(self.weight * await self.value(prompt, completions, prompt_ids, completion_ids, **data))
 
     async def value(
         self, prompt: Any, completions: Any, prompt_ids: Any = None, completion_ids: Any = None, **data: Any
@@ -85,7 +85,7 @@ class CombinedReward:
         if failures:
             raise next((error for error in failures if not isinstance(error, RewardError)), failures[0])
         terms = {label: value for label, value in zip(self.rewards, values, strict=True) if isinstance(value, float)}
-        return Score(_checked(sum(self.rewards[label].weight * value for label, value in terms.items())), terms)
+        return Score(checked_total(sum(self.rewards[label].weight * value for label, value in terms.items())), terms)
 
     def export_stats(self) -> dict[str, float]:
         """As :meth:`ScoredReward.export_stats`, for each label: ``reward/LABEL/calls`` and so on."""
@@ -100,7 +100,8 @@ class CombinedReward:
             reward.destroy()
 
 
-def _checked(total: float) -> float:
+def checked_total(total: float) -> float:
+    """What a weighted reward comes to. Raises RewardError if a trajectory, of 32-bit floats, cannot hold it."""
     if abs(total) <= LARGEST:
         return total
     raise RewardError("inf", f"the weighted reward {total:g} is too large for a 32-bit float")

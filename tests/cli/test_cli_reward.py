@@ -142,6 +142,18 @@ def test_try_when_one_reward_of_a_run_fails_then_the_others_still_show(
     assert "half: reward 'half' returned None (kind: none)" in output.err
 
 
+def test_try_when_the_sum_is_too_large_then_exit_1_as_training_would_reject_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = run_file(tmp_path / "run.yaml", NAMED)
+
+    code = areal(["reward", "try", str(path), "rewards.half.weight=1.0e+39", "--completion", "x"])
+
+    output = capsys.readouterr()
+    assert code == 1 and "half: 0.5 * 1e+39" in output.out and "total" not in output.out
+    assert "total: the weighted reward 5e+38 is too large for a 32-bit float" in output.err
+
+
 @pytest.mark.parametrize(
     ("rewards", "arguments", "words"),
     [

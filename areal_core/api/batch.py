@@ -2,7 +2,8 @@
 
 A batch of ``B`` sequences with ``T`` tokens in all holds 1-D token tensors of length ``T``, cumulative lengths
 ``cu_seqlens`` (int32 ``[B + 1]``), and one row per sequence for scalars. Nothing is padded. Entry ``i`` of a token
-tensor belongs to token ``i``: log-probs, advantages and masks are not shifted against ``input_ids``.
+tensor belongs to token ``i``: log-probs, advantages and masks are not shifted against ``input_ids``. Images have any
+size: their tensors stay apart, one mapping per sequence.
 """
 
 from __future__ import annotations
@@ -27,14 +28,20 @@ class PackedBatch:
             ``logprobs`` (the sampler's, fp32), ``versions`` (int32), and what an algorithm adds: ``prox_logprobs``,
             ``ref_logprobs``, ``values``, ``advantages``, ``returns``.
         rows: per-sequence tensors ``[B, ...]``: ``rewards`` (fp32), ``group_ids`` (int64; equal for the samples of
-            one prompt), ``prompt_lens`` (int32), ``trainer_version`` (int32; of the weights before the step), ...
+            one prompt), ``pair_ids`` (int64; those with an equal one never part: not over ranks, nor over
+            micro-batches), ``prompt_lens`` (int32), ``trainer_version`` (int32; of the weights before the step), ...
             Rewards with names also stand in ``reward_terms`` (fp32 ``[B, K]``): unweighted, the columns in the order of
             the configuration, NaN where a sequence lacks one; the trainer adds their ``reward_weights`` ``[B, K]``.
+        multi_modal_input: ``B`` mappings, or None if no sequence has an image: by the model's own names
+            (``pixel_values``, ``image_grid_thw``, ...) the tensors of each sequence's images, in the order of their
+            placeholder tokens, as its processor makes them; empty for a sequence without. The samples of a prompt share
+            one mapping: it is moved and sent once.
     """
 
     cu_seqlens: torch.Tensor
     tokens: dict[str, torch.Tensor]
     rows: dict[str, torch.Tensor] = attrs.field(factory=dict)
+    multi_modal_input: list[Mapping[str, torch.Tensor]] | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.cu_seqlens.ndim != 1 or len(self.cu_seqlens) < 1:
@@ -47,6 +54,11 @@ class PackedBatch:
                 raise ValueError(
                     f"rows[{name!r}] has {len(value)} entries, but the batch has {self.num_seqs} sequences"
                 )
+        if self.multi_modal_input is not None and len(self.multi_modal_input) != self.num_seqs:
+            raise ValueError(
+                f"multi_modal_input has {len(self.multi_modal_input)} entries, but the batch has {self.num_seqs} "
+                "sequences"
+            )
 
     @property
     def num_seqs(self) -> int:
@@ -69,18 +81,25 @@ class PackedBatch:
 
     def with_tokens(self, **tensors: torch.Tensor) -> PackedBatch:
         """A batch that shares this one's tensors, with token tensors added or replaced."""
-        return PackedBatch(self.cu_seqlens, {**self.tokens, **tensors}, dict(self.rows))
+        return PackedBatch(self.cu_seqlens, {**self.tokens, **tensors}, dict(self.rows), self.multi_modal_input)
 
     def with_rows(self, **tensors: torch.Tensor) -> PackedBatch:
         """A batch that shares this one's tensors, with row tensors added or replaced."""
-        return PackedBatch(self.cu_seqlens, dict(self.tokens), {**self.rows, **tensors})
+        return PackedBatch(self.cu_seqlens, dict(self.tokens), {**self.rows, **tensors}, self.multi_modal_input)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         return PackedBatch(
             self.cu_seqlens.to(device),
             {k: v.to(device) for k, v in self.tokens.items()},
             {k: v.to(device) for k, v in self.rows.items()},
+            self._moved_images(device),
         )
+
+    def _moved_images(self, device: torch.device | str) -> list[Mapping[str, torch.Tensor]] | None:
+        if self.multi_modal_input is None:
+            return None
+        moved = {id(images): {k: v.to(device) for k, v in images.items()} for images in self.multi_modal_input}
+        return [moved[id(images)] for images in self.multi_modal_input]
 
     def select(self, indices: Sequence[int]) -> PackedBatch:
         """The sequences at ``indices``, in that order; an empty list gives an empty batch."""
@@ -98,6 +117,7 @@ class PackedBatch:
             cu_seqlens,
             {k: v[token_at] for k, v in self.tokens.items()},
             {k: v[at] for k, v in self.rows.items()},
+            None if self.multi_modal_input is None else [self.multi_modal_input[i] for i in at.tolist()],
         )
 
     def sequences(self, name: str) -> Iterator[torch.Tensor]:

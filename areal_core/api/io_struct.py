@@ -93,7 +93,9 @@ class ModelRequest:
         rid: unique id of the request.
         metadata: carried through untouched (e.g. ``{"episode_id": ...}`` for routing affinity).
         tokenizer: needed only for stop strings.
-        image_data, processor: for vision-language models.
+        image_data: for vision-language models: the images, in the order of their placeholders in ``input_ids``, which
+            holds as many of them as the model has features (what its processor writes).
+        processor: the model's transformers processor; it turns ``image_data`` into tensors.
     """
 
     input_ids: list[int]
@@ -178,6 +180,8 @@ class Trajectory:
         latency: seconds the engine took for its completions together; None: not known.
         ttft: seconds from its first request to that request's first token; None: not known.
         metadata: free, JSON-compatible; written to ``trajectories/``.
+        multi_modal_input: the tensors of the sequence's images by the model's own names (see ``PackedBatch``); empty
+            for text. Samples of a prompt should share one mapping. Only the shapes are written to ``trajectories/``.
     """
 
     input_ids: npt.NDArray[np.int64] = attrs.field(converter=_int64)
@@ -195,6 +199,7 @@ class Trajectory:
     latency: float | None = None
     ttft: float | None = None
     metadata: dict[str, Any] = attrs.field(factory=dict)
+    multi_modal_input: Mapping[str, Any] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         length = len(self.input_ids)
@@ -272,7 +277,7 @@ class Trajectory:
         )
 
 
-_FREE_FIELDS = frozenset({"metadata", "rewards"})
+_FREE_FIELDS = frozenset({"metadata", "rewards", "multi_modal_input"})
 _INT64, _INT32, _FLOAT32, _BOOL = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.bool_)
 
 
@@ -288,6 +293,7 @@ def _single_turn(
     reward: float,
     metadata: dict[str, Any] | None = None,
     rewards: dict[str, float] | None = None,
+    multi_modal_input: Mapping[str, Any] | None = None,
 ) -> Trajectory:
     # What Trajectory.from_turns makes of one response, four times as fast: arrays are born with their types.
     prompt, output = response.input_tokens, response.output_tokens
@@ -307,6 +313,7 @@ def _single_turn(
     trajectory.latency = response.latency or None
     trajectory.ttft = response.ttft or None
     trajectory.metadata = {} if metadata is None else metadata
+    trajectory.multi_modal_input = {} if multi_modal_input is None else multi_modal_input
     trajectory.__class__ = Trajectory
     return trajectory
 

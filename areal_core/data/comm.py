@@ -7,9 +7,10 @@ memory with gloo, the current CUDA device with NCCL.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_core.api.batch import PackedBatch
@@ -92,17 +93,21 @@ def scatter_batches(
         return batches[src]
 
     header = broadcast_json(None, group, src)[dist.get_rank(group)]
-    fields = [*header["tokens"], *header["rows"], header["cu_seqlens"]]
+    images = header["images"]
+    fields = [*header["tokens"], *header["rows"], header["cu_seqlens"], *(f for part in images["parts"] for f in part)]
     buffer = torch.empty(sum(_padded(_num_bytes(f)) for f in fields), dtype=torch.uint8, device=device)
     if len(buffer):
         dist.recv(buffer, dist.get_global_rank(group, src), group=group)
     tensors = _from_bytes(buffer, fields)
     n_tokens, n_rows = len(header["tokens"]), len(header["rows"])
-    names = [field["name"] for field in fields]
+    named = list(zip([field["name"] for field in fields], tensors, strict=True))
+    rest = iter(named[n_tokens + n_rows + 1 :])
+    parts = [dict(itertools.islice(rest, len(part))) for part in images["parts"]]
     return PackedBatch(
-        tensors[-1],
-        dict(zip(names[:n_tokens], tensors[:n_tokens], strict=True)),
-        dict(zip(names[n_tokens : n_tokens + n_rows], tensors[n_tokens : n_tokens + n_rows], strict=True)),
+        tensors[n_tokens + n_rows],
+        dict(named[:n_tokens]),
+        dict(named[n_tokens : n_tokens + n_rows]),
+        None if images["of"] is None else [parts[index] for index in images["of"]],
     )
 
 
@@ -189,14 +194,27 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _tensors(batch: PackedBatch) -> list[torch.Tensor]:
-    return [*batch.tokens.values(), *batch.rows.values(), batch.cu_seqlens]
+    images = (tensor for part in _image_parts(batch) for tensor in part.values())
+    return [*batch.tokens.values(), *batch.rows.values(), batch.cu_seqlens, *images]
+
+
+def _image_parts(batch: PackedBatch) -> list[Mapping[str, torch.Tensor]]:
+    """The mappings of the batch's images, those that several sequences share once."""
+    return list({id(part): part for part in batch.multi_modal_input or ()}.values())
 
 
 def _header(batch: PackedBatch) -> dict[str, Any]:
     def field(name: str, tensor: torch.Tensor) -> dict[str, Any]:
         return {"name": name, "dtype": _dtype_name(tensor), "shape": list(tensor.shape)}
 
+    parts = _image_parts(batch)
+    number = {id(part): index for index, part in enumerate(parts)}
+    given = batch.multi_modal_input
     return {
+        "images": {
+            "parts": [[field(name, tensor) for name, tensor in part.items()] for part in parts],
+            "of": None if given is None else [number[id(part)] for part in given],
+        },
         "tokens": [field(name, tensor) for name, tensor in batch.tokens.items()],
         "rows": [field(name, tensor) for name, tensor in batch.rows.items()],
         "cu_seqlens": field("cu_seqlens", batch.cu_seqlens),

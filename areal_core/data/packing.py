@@ -23,8 +23,8 @@ def pack_trajectories(trajectories: Sequence[Trajectory]) -> PackedBatch:
         and, if any trajectory has them, ``token_rewards`` (fp32, 0 for the others); and the rows ``rewards`` (fp32),
         ``group_ids`` (int64, numbered by first appearance; a trajectory without a group is a group of its own),
         ``prompt_lens`` (int32) and, if any trajectory has named rewards, ``reward_terms`` (fp32 ``[B, K]``, unweighted,
-        see :func:`reward_labels`; NaN where a trajectory lacks one). An empty list gives an empty batch with the same
-        keys and types.
+        see :func:`reward_labels`; NaN where a trajectory lacks one). If any trajectory has images, also their
+        ``multi_modal_input``, not copied. An empty list gives an empty batch with the same keys and types.
     """
     tokens: dict[str, torch.Tensor] = {
         "input_ids": _joined([t.input_ids for t in trajectories], np.int64),
@@ -46,7 +46,10 @@ def pack_trajectories(trajectories: Sequence[Trajectory]) -> PackedBatch:
     if labels:
         terms = [[t.rewards.get(label, np.nan) for label in labels] for t in trajectories]
         rows["reward_terms"] = _tensor(np.array(terms, np.float32))
-    return PackedBatch(_cu_seqlens(len(t) for t in trajectories), tokens, rows)
+    images = None
+    if any(t.multi_modal_input for t in trajectories):
+        images = [t.multi_modal_input for t in trajectories]
+    return PackedBatch(_cu_seqlens(len(t) for t in trajectories), tokens, rows, images)
 
 
 def reward_labels(trajectories: Sequence[Trajectory]) -> list[str]:
@@ -102,7 +105,14 @@ def concat(batches: Sequence[PackedBatch]) -> PackedBatch:
         cu_seqlens,
         {name: torch.cat([batch.tokens[name] for batch in batches]) for name in first.tokens},
         {name: torch.cat([batch.rows[name] for batch in batches]) for name in first.rows},
+        _joined_images(batches),
     )
+
+
+def _joined_images(batches: Sequence[PackedBatch]) -> list[Mapping[str, torch.Tensor]] | None:
+    if all(batch.multi_modal_input is None for batch in batches):
+        return None
+    return [images for batch in batches for images in batch.multi_modal_input or [{}] * batch.num_seqs]
 
 
 def _tensor(array: npt.NDArray[Any]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from areal_core.api.io_struct import Trajectory
 from areal_core.errors import ArealError
 
 _TOKEN_FIELDS = ("input_ids", "loss_mask", "logprobs", "versions")
-_COPIED = ("stop_reason", "n_turns", "latency", "ttft", "metadata")
+_COPIED = ("stop_reason", "n_turns", "latency", "ttft", "metadata", "multi_modal_input")
 #: The controller sets the group, whatever a workflow gives.
 _IGNORED = ("group_id",)
 #: Longer arrays are not multiplied: a BLAS library may wake its threads for it.

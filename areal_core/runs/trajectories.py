@@ -89,7 +89,7 @@ class TrajectoryWriter:
     unweighted), ``stop_reason``, ``n_turns``, ``latency`` and ``ttft`` (seconds in the engine, and to the first token;
     null where not known), ``prompt_len``, ``length``, ``prompt``, ``completion``, ``input_ids`` ``[L]`` (prompt and
     completion), ``logprobs`` (of the trained tokens only, rounded to 1e-4), ``loss_mask`` and ``versions`` (as
-    ``[[value, count], ...]``), ``metadata``.
+    ``[[value, count], ...]``), ``metadata``, and of images ``multi_modal_input``: the shape of each tensor.
 
     A run adds ``uid`` (of the row), ``sample`` (in its group), ``reason`` and ``error`` (of an episode that was not
     accepted), ``attempts``, ``seconds`` (of the episode, its reward included) and ``version`` (of the trainer when the
@@ -166,6 +166,8 @@ class TrajectoryWriter:
                 "loss_mask": trajectory.loss_mask,
                 "versions": trajectory.versions,
             }
+            if trajectory.multi_modal_input:
+                record["multi_modal_input"] = {k: list(v.shape) for k, v in trajectory.multi_modal_input.items()}
             # The texts stand beside it already.
             extra = {
                 "metadata": {k: v for k, v in trajectory.metadata.items() if k not in ("prompt", "completion")},

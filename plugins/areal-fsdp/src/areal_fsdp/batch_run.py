@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from areal_core.data.microbatch import split_by_tokens
 from areal_fsdp import comm
 from areal_fsdp.exchange import reduce_from_group
 from areal_fsdp.layout import ModelInput, make_model_input
+from areal_fsdp.vision import read_images, share_specimens
 
 if TYPE_CHECKING:
     from areal_fsdp.engine import FSDPEngine
@@ -30,17 +32,27 @@ def autocast(engine: FSDPEngine) -> AbstractContextManager[Any]:
 
 def split(engine: FSDPEngine, batch: PackedBatch) -> list[tuple[list[int], PackedBatch]]:
     """Micro-batches of this rank's shard, as many as on every other rank (empty ones at the end)."""
-    groups = batch.rows["group_ids"].tolist() if "group_ids" in batch.rows else None
-    parts = split_by_tokens(batch.seqlens.tolist(), engine.config.mb_spec.max_tokens_per_mb, groups=groups)
+    # The loss of a pair needs both sides at once; samples of a prompt only share work.
+    is_pairs = "pair_ids" in batch.rows
+    key = "pair_ids" if is_pairs else "group_ids"
+    groups = batch.rows[key].tolist() if key in batch.rows else None
+    budget = engine.config.mb_spec.max_tokens_per_mb
+    parts = split_by_tokens(batch.seqlens.tolist(), budget, groups=groups, whole_groups=is_pairs)
     count = comm.max_int(max(1, len(parts)), engine.mesh.world, engine.device)
     parts = [*parts, *([] for _ in range(count - len(parts)))]
     whole = list(range(batch.num_seqs))
     return [(part, batch if part == whole else batch.select(part)) for part in parts]
 
 
-def model_input(engine: FSDPEngine, micro_batch: PackedBatch) -> ModelInput:
-    share = engine.options.share_prompts and engine.ready().is_packed
-    return make_model_input(micro_batch, share_prompts=share, part=engine.row_part).to(engine.device)
+def model_inputs(engine: FSDPEngine, micro_batches: Sequence[PackedBatch]) -> Iterator[ModelInput]:
+    """What the model reads of each micro-batch (on the CPU), on the engine's device."""
+    scorer = engine.ready()
+    share = engine.options.share_prompts and scorer.is_packed
+    visions = [read_images(scorer.model, micro_batch) for micro_batch in micro_batches]
+    if scorer.reads_images:
+        visions = share_specimens(list(zip(micro_batches, visions, strict=True)), engine.mesh.world, engine.device)
+    for micro_batch, vision in zip(micro_batches, visions, strict=True):
+        yield make_model_input(micro_batch, share_prompts=share, part=engine.row_part, vision=vision).to(engine.device)
 
 
 def all_tokens(
@@ -77,8 +89,8 @@ class BatchRun:
         self.maxima: dict[str, torch.Tensor] = {}
         self.micro_batches: list[tuple[PackedBatch, ModelInput]] = []
         weight = torch.zeros((), dtype=torch.float64, device=self.device)
-        for _, micro_batch in split(engine, batch.to("cpu")):
-            inputs = model_input(engine, micro_batch)
+        parts = [micro_batch for _, micro_batch in split(engine, batch.to("cpu"))]
+        for micro_batch, inputs in zip(parts, model_inputs(engine, parts), strict=True):
             micro_batch = micro_batch.to(self.device)
             if not inputs.is_dummy:
                 weight += loss_weight_fn(micro_batch)
@@ -161,8 +173,9 @@ def forward_batch(engine: FSDPEngine, batch: PackedBatch, *, with_entropy: bool)
     out = torch.zeros(batch.num_tokens, dtype=torch.float32, device=engine.device)
     entropy = torch.zeros_like(out) if with_entropy and not engine.is_critic else None
     with autocast(engine):
-        for indices, micro_batch in split(engine, batch.to("cpu")):
-            inputs = model_input(engine, micro_batch)
+        parts = split(engine, batch.to("cpu"))
+        micro_batches = [micro_batch for _, micro_batch in parts]
+        for (indices, micro_batch), inputs in zip(parts, model_inputs(engine, micro_batches), strict=True):
             values, entropies = scorer(inputs, entropy is not None)
             if inputs.is_dummy:
                 continue

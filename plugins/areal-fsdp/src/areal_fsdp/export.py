@@ -19,6 +19,8 @@ from areal_fsdp.lora import lora_layers, merged_weight
 from areal_fsdp.low_precision import local
 from areal_fsdp.shards import local_part
 
+#: What a vision-language model needs beside its tokenizer; training does not change it.
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _SAVED, _ORIGINAL, _BASE = ".modules_to_save.default", ".original_module", ".base_layer"
 
 
@@ -63,6 +65,8 @@ def write_hf_folder(
 ) -> None:
     """Write safetensors (with an index if sharded), config, generation config and tokenizer. On one rank only.
 
+    What configures the images' processor is copied from the folder ``source`` that the model was loaded from.
+
     Raises:
         BadInputError: if the folder holds something.
     """
@@ -92,6 +96,9 @@ def write_hf_folder(
             shutil.copy(code, path / code.name)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
+    for name in _PROCESSOR_FILES:
+        if (source / name).is_file() and not (path / name).exists():
+            shutil.copy(source / name, path / name)
 
 
 def _checkpoint_names(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from areal_core.api.vision import is_vision_language
 from areal_core.errors import BadInputError
 from areal_fsdp.attention import ATTENTION_NAME, register_attention
+from areal_fsdp.vision import PACKED_TYPES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -125,9 +127,10 @@ def build_model(
     Raises:
         BadInputError: naming the file or the tensor.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-    auto: Any = AutoModelForCausalLM
+    reads_images = is_vision_language(hf_config)
+    auto: Any = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
     if is_critic:
         auto = AutoModelForSequenceClassification
         hf_config.num_labels = 1
@@ -135,6 +138,9 @@ def build_model(
             hf_config.pad_token_id = 0
     attention = _choose_attention(auto, hf_config, attn_impl, trust_remote_code)
     common: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
+    if reads_images and attention == ATTENTION_NAME:
+        # The vision tower keeps images apart by itself.
+        common["attn_implementation"] = {"": attention, "text_config": attention, "vision_config": "sdpa"}
     try:
         if from_scratch or meta:
             with _quiet_transformers(), torch.device("meta") if meta else nullcontext():
@@ -144,7 +150,7 @@ def build_model(
             model = _load_weights(auto, folder, hf_config, param_dtype, common, is_critic)
     except (ValueError, ImportError, OSError, KeyError) as error:
         raise BadInputError(
-            f"{folder}: transformers cannot build a {'scalar-head' if is_critic else 'causal language'} model of type "
+            f"{folder}: transformers cannot build a {_kind(is_critic, reads_images)} model of type "
             f"{hf_config.model_type!r} with attention {attention!r} ({_first_line(error)})."
         ) from error
     model.config.use_cache = False
@@ -219,8 +225,10 @@ def _choose_attention(auto: Any, hf_config: Any, attn_impl: str, trust_remote_co
         model_class = auto._model_mapping[type(hf_config)]
     except KeyError:  # code that comes with the folder, or no such head: transformers decides, or says why not
         return None
-    layer_types = set(getattr(hf_config, "layer_types", None) or [])
+    layer_types = set(getattr(hf_config.get_text_config(), "layer_types", None) or [])
     supported = getattr(model_class, "_supports_attention_backend", False) and layer_types <= _PLAIN_LAYERS
+    if is_vision_language(hf_config):
+        supported = supported and hf_config.model_type in PACKED_TYPES
     return ATTENTION_NAME if supported else None
 
 
@@ -232,6 +240,12 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if isinstance(value, float) and ("dropout" in name or name in _LAYER_DROP):
                 setattr(module, name, 0.0)
+
+
+def _kind(is_critic: bool, reads_images: bool) -> str:
+    if is_critic:
+        return "scalar-head"
+    return "vision-language" if reads_images else "causal language"
 
 
 def _read_generation_config(model: nn.Module, folder: Path) -> None:

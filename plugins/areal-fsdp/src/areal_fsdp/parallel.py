@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from areal_core.api.configs import TrainEngineConfig
+from areal_core.api.vision import is_vision_language
 from areal_core.errors import BadInputError, did_you_mean
 from areal_fsdp.attention import ATTENTION_NAME
 from areal_fsdp.config import FSDPConfig
@@ -41,6 +42,11 @@ def check_parallel(
                 f"{key}.fsdp.wrap_layers: {type(model).__name__} has no module {name!r}; its layers are {known}."
                 f"{did_you_mean(name, present)}"
             )
+    if is_vision_language(model.config) and mesh.tp_size * mesh.cp_size > 1:
+        raise BadInputError(
+            f"{key}.backend: model type {model.config.model_type!r} reads images, whose tokens t and c do not split "
+            "over ranks yet. Use fsdp:dN."
+        )
     padded = f"which model type {model.config.model_type!r} does not have with attn_impl={config.attn_impl}"
     if mesh.cp_size > 1 and not packed:
         raise BadInputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from areal_core.api.vision import is_vision_language, placeholders_as_text
 from areal_fsdp.attention import ATTENTION_NAME, take_rows
 from areal_fsdp.layout import ModelInput
 from areal_fsdp.tensor_parallel import TensorParallel
@@ -93,7 +95,9 @@ class Scorer(nn.Module):
         self.is_critic = is_critic
         self.temperature = temperature
         self.logits_chunk = logits_chunk
-        decoder = model.get_decoder()
+        # Of a model with a vision tower: tower and decoder together.
+        self.reads_images = is_vision_language(model.config)
+        decoder = model.base_model if self.reads_images else model.get_decoder()
         # Where the decoder hangs, so that the head can run without it.
         self._decoder_name = next(name for name, module in model.named_modules() if module is decoder)
         self.is_packed = getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME
@@ -119,12 +123,18 @@ class Scorer(nn.Module):
 
     def _packed_hidden(self, inputs: ModelInput) -> torch.Tensor:
         plan = inputs.plan if self.ulysses is None else attrs.evolve(inputs.plan, ulysses=self.ulysses)
-        output = self._decoder()(
-            input_ids=inputs.input_ids[None],
-            position_ids=inputs.position_ids[None],
-            use_cache=False,
-            areal_plan=plan,
-        )
+        positions = inputs.position_ids
+        common: dict[str, Any] = {
+            # [1, M], or [3, 1, M] for positions in time, height and width.
+            "position_ids": positions[None] if positions.ndim == 1 else positions[:, None],
+            "use_cache": False,
+            "areal_plan": plan,
+        }
+        if inputs.vision is None:
+            output = self._decoder()(input_ids=inputs.input_ids[None], **common)
+            return output.last_hidden_state[0]
+        with placeholders_as_text(self.model, inputs.input_ids[None], inputs.vision.types[None]) as input_ids:
+            output = self._decoder()(input_ids=input_ids, **inputs.vision.tensors, **common)
         return output.last_hidden_state[0]
 
     def _padded_hidden(self, inputs: ModelInput) -> torch.Tensor:
@@ -132,7 +142,17 @@ class Scorer(nn.Module):
         real = torch.arange(max(inputs.lengths), device=lengths.device)[None, :] < lengths[:, None]
         input_ids = torch.zeros(real.shape, dtype=torch.int64, device=lengths.device)
         input_ids[real] = inputs.input_ids
-        output = self._decoder()(input_ids=input_ids, attention_mask=real.long(), use_cache=False)
+        common: dict[str, Any] = {"attention_mask": real.long(), "use_cache": False}
+        if inputs.vision is None:
+            output = self._decoder()(input_ids=input_ids, **common)
+            return output.last_hidden_state[real]
+        types = torch.zeros_like(input_ids)
+        types[real] = inputs.vision.types
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in inspect.signature(self._decoder().forward).parameters:
+                common[name] = types
+        with placeholders_as_text(self.model, input_ids, types) as input_ids:
+            output = self._decoder()(input_ids=input_ids, **inputs.vision.tensors, **common)
         return output.last_hidden_state[real]
 
     def _decoder(self) -> nn.Module:

@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import random
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,13 @@ from areal_core.api.alloc import ParallelStrategy
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
+from areal_core.api.vision import is_vision_language
 from areal_core.errors import ArealError, BadInputError
 from areal_local.config import LocalConfig
 from areal_local.decoder import shared_copy
 from areal_local.host import Host, ModelHost, as_ids, load_model
 from areal_local.rows import Pending
+from areal_local.vision import ImageReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,6 +56,7 @@ class LocalEngine(InferenceEngine):
         self._host: Host | None = None
         self._version = 0
         self._seeds = random.Random(self.options.seed)
+        self._images = ImageReader()
         self._exported: dict[str, float] = {}
 
     # ------------------------------------------------------------------------------------------- life
@@ -125,6 +128,7 @@ class LocalEngine(InferenceEngine):
 
     def destroy(self) -> None:
         host, self._host = self._host, None
+        self._images = ImageReader()
         if host is not None:
             host.stop()
 
@@ -160,8 +164,6 @@ class LocalEngine(InferenceEngine):
         gconfig, prompt, facts = request.gconfig, request.input_ids, host.facts
         if gconfig.n_samples != 1:
             raise BadInputError(f"gconfig.n_samples is {gconfig.n_samples}: send one request per sample")
-        if request.image_data:
-            raise BadInputError("image_data: the local engine runs text models only")
         size = len(prompt)
         if not size:
             raise BadInputError("input_ids is empty: a prompt needs at least one token")
@@ -186,6 +188,7 @@ class LocalEngine(InferenceEngine):
         stop_ids = tuple(gconfig.stop_token_ids)
         if not gconfig.ignore_eos:
             stop_ids += facts.eos_ids + as_ids(getattr(tokenizer, "eos_token_id", None))
+        images = self._read_images(request) if request.image_data else {}
         seed = gconfig.seed if gconfig.seed is not None else self._seeds.getrandbits(63)
         loop = asyncio.get_running_loop()
         return Pending(
@@ -196,7 +199,22 @@ class LocalEngine(InferenceEngine):
             tokenizer=tokenizer,
             future=loop.create_future(),
             loop=loop,
+            images=images,
         )
+
+    def _read_images(self, request: ModelRequest) -> Mapping[str, torch.Tensor]:
+        model = self.model
+        if model is None:
+            raise BadInputError(
+                "rollout.local.process: images are not sent to another process yet. Set it to false, to generate in a "
+                "thread."
+            )
+        if not is_vision_language(model.config):
+            raise BadInputError(
+                f"image_data: model type {model.config.model_type!r} reads text only. Use a vision-language model, or "
+                "a workflow without images."
+            )
+        return self._images.read(request, model)
 
     def pause_generation(self) -> None:
         self._running().pause()

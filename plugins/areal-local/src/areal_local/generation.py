@@ -234,10 +234,14 @@ class GenerationLoop:
 
     def _prefill(self, fresh: npt.NDArray[np.int64]) -> torch.Tensor:
         """Logits ``[len(fresh), V]``; equal sequences are computed once."""
-        groups: dict[tuple[int, ...], list[int]] = {}
+        requests = self.rows.requests
+        groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
         for row in fresh.tolist():
-            groups.setdefault(tuple(self.rows.sequence(row)), []).append(row)
-        sequences, members = list(groups), list(groups.values())
+            # Requests with the same images share one mapping, see vision.ImageReader.
+            images = requests[row].images  # type: ignore[union-attr]
+            groups.setdefault((tuple(self.rows.sequence(row)), id(images) if images else 0), []).append(row)
+        sequences, members = [sequence for sequence, _ in groups], list(groups.values())
+        seen = [requests[group[0]].images for group in members]  # type: ignore[union-attr]
         total = int(self.rows.length[fresh].sum())
         computed = sum(map(len, sequences))
         self.counters["prefill_tokens"] += computed
@@ -245,7 +249,8 @@ class GenerationLoop:
         # Room for what is likely to come saves growing the cache step by step.
         left = np.minimum(self.rows.max_out[fresh] - self.rows.generated[fresh], 128)
         capacity = int((self.rows.length[fresh] + left).max())
-        logits = self.decoder.prefill(sequences, members, capacity)
+        given = {"images": seen} if any(seen) else {}  # only to a decoder that reads them
+        logits = self.decoder.prefill(sequences, members, capacity, **given)
         self.rows.fresh[fresh] = False
         if len(sequences) == len(fresh):
             return logits

@@ -9,12 +9,14 @@ from typing import Any, Protocol
 import attrs
 import torch
 
+from areal_core.api.vision import is_vision_language
 from areal_core.errors import BadInputError
 from areal_local.config import LocalConfig
-from areal_local.decoder import make_decoder
+from areal_local.decoder import Decoder, make_decoder
 from areal_local.generation import Done, GenerationLoop, resolve_futures
 from areal_local.llama import pack_weights
 from areal_local.rows import Pending
+from areal_local.vision import VisionDecoder
 from areal_local.weights import ModelWeights, read_safetensors
 
 _THREADS_WORTH_WHILE = 10_000_000
@@ -108,9 +110,13 @@ class ModelHost:
         self.device = next(model.parameters()).device
         self.keep_kv = keep_kv
         self.weights = ModelWeights(model, may_borrow=may_borrow)
-        decoder = make_decoder(
-            model, self.device, options.max_batch_size, options.prefill_tokens, slow=options.slow_decoder
-        )
+        decoder: Decoder
+        if is_vision_language(model.config):
+            decoder = VisionDecoder(model, self.device)
+        else:
+            decoder = make_decoder(
+                model, self.device, options.max_batch_size, options.prefill_tokens, slow=options.slow_decoder
+            )
         threads = options.num_threads if options.num_threads is not None else default_threads(model, self.device)
         self.loop = GenerationLoop(
             decoder, self.device, self.facts.vocab_size, options.max_batch_size, threads, deliver
@@ -157,15 +163,17 @@ class ModelHost:
 
 
 def load_model(path: str, *, dtype: str | None, device: torch.device, trust_remote_code: bool) -> Any:
-    """A causal LM of a Hugging Face folder or hub id; ``dtype`` None: the type its weights are stored in.
+    """A causal or vision-language LM of a Hugging Face folder or hub id; ``dtype`` None: that of its files.
 
     Raises:
         BadInputError: if it cannot be loaded, or its safetensors lack a weight.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        auto: Any = AutoModelForImageTextToText if is_vision_language(hf_config) else AutoModelForCausalLM
+        model, info = auto.from_pretrained(
             path,
             dtype=getattr(torch, dtype) if dtype is not None else "auto",
             trust_remote_code=trust_remote_code,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -26,6 +27,7 @@ class Pending:
         future, loop: where the answer goes.
         cancelled: set by the caller's thread; the row is freed before the next step.
         number: names it between the engine and its process.
+        images: the tensors of its images, by the model's own names; empty for text.
     """
 
     request: ModelRequest
@@ -39,6 +41,7 @@ class Pending:
     submitted: float = attrs.field(factory=time.perf_counter)
     first_token: float = 0.0
     number: int = 0
+    images: Mapping[str, Any] = attrs.field(factory=dict)
 
     def response(
         self,

@@ -430,6 +430,10 @@ class BaseTrainerConfig:
     num_threads: int | None = option(None, "CPU threads of torch per process; None: torch decides.", ge=1)
 
 
+#: Built-in workflows that ask for a reward. Others may score by themselves, as many agents do.
+_SCORED_WORKFLOWS = ("rlvr", "multi_turn", "vision_rlvr")
+
+
 @attrs.define(kw_only=True)
 class RLConfig(BaseTrainerConfig):
     """`trainer: rl`: generate, score, update."""
@@ -437,7 +441,9 @@ class RLConfig(BaseTrainerConfig):
     trainer: Literal["rl"] = option("rl", "This trainer.")
     actor: PPOActorConfig = option(help="The policy.")
     train_dataset: DatasetConfig = option(help="Prompts to train on.")
-    reward: RewardConfig | None = option(None, "Scores a completion. Either this or `rewards` is required.")
+    reward: RewardConfig | None = option(
+        None, "Scores a completion. This or `rewards` is required, but for a workflow that scores by itself."
+    )
     rewards: dict[str, RewardConfig] = option(
         factory=dict,
         help="Several rewards by a label of your choice; what counts is the sum of weight * value.",
@@ -454,10 +460,10 @@ class RLConfig(BaseTrainerConfig):
 
     @property
     def reward_sections(self) -> dict[str, RewardConfig]:
-        """The rewards by the key of their section: ``reward`` alone, or ``rewards.LABEL`` for each.
+        """The rewards by the key of their section: ``reward`` alone, or ``rewards.LABEL`` for each; empty for none.
 
         Raises:
-            ConfigError: unless either of both is given.
+            ConfigError: if both are given, or neither and the workflow is one that needs a reward.
         """
         if self.reward is not None and self.rewards:
             raise ConfigError(
@@ -466,7 +472,7 @@ class RLConfig(BaseTrainerConfig):
             )
         if self.reward is not None:
             return {"reward": self.reward}
-        if not self.rewards:
+        if not self.rewards and self.workflow.name.partition("@")[0] in _SCORED_WORKFLOWS:
             raise ConfigError(
                 "is required: `reward: {name: ...}`, or `rewards: {LABEL: {name: ...}, ...}` for several.", key="reward"
             )

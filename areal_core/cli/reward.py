@@ -168,6 +168,8 @@ def _rewards(
     if not isinstance(run, RLConfig):
         raise BadInputError(f"{name}: only `trainer: rl` has rewards, not {run.trainer!r}.")
     sections = run.reward_sections
+    if not sections:
+        raise BadInputError(f"{name}: neither `reward` nor `rewards` is given; its workflow scores by itself.")
     return {k.rpartition(".")[2]: (build_reward(s, manager, key=k), s) for k, s in sections.items()}, True
 
 

@@ -10,7 +10,7 @@ from areal_core.api.configs import RLConfig
 from areal_core.api.io_struct import GenerationHyperparameters
 from areal_core.config.plain import plugin_keywords
 from areal_core.errors import BadInputError
-from areal_core.rollout.rewards import CombinedReward, PluginLoader, ScoredReward, build_rewards
+from areal_core.rollout.rewards import PluginLoader, Reward, build_rewards
 
 
 def build_workflow(
@@ -19,9 +19,9 @@ def build_workflow(
     manager: PluginLoader,
     gconfig: GenerationHyperparameters,
     *,
-    reward: ScoredReward | CombinedReward | None = None,
+    reward: Reward | None = None,
     training: bool = True,
-) -> tuple[Any, ScoredReward | CombinedReward]:
+) -> tuple[Any, Reward]:
     """The workflow that ``config`` names, and its ``reward_fn``; ``destroy`` the latter at the end of the run.
 
     An agent (``run`` instead of ``arun_episode``) is given an ``AgentRunner`` that plays it.

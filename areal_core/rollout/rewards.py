@@ -100,6 +100,26 @@ class CombinedReward:
             reward.destroy()
 
 
+class NoReward:
+    """Stands for the reward of a run that names none, for workflows that score by themselves."""
+
+    async def __call__(self, *args: Any, **data: Any) -> float:
+        raise BadInputError(
+            "the workflow asked for a reward, and the run has none. Name it: `reward: {name: ...}`, or "
+            "`rewards: {LABEL: {name: ...}, ...}` for several."
+        )
+
+    def export_stats(self) -> dict[str, float]:
+        return {}
+
+    def destroy(self) -> None:
+        """Nothing to end."""
+
+
+#: What a workflow is given as ``reward_fn``.
+Reward = ScoredReward | CombinedReward | NoReward
+
+
 def checked_total(total: float) -> float:
     """What a weighted reward comes to. Raises RewardError if a trajectory, of 32-bit floats, cannot hold it."""
     if abs(total) <= LARGEST:
@@ -125,15 +145,17 @@ def build_reward(config: RewardConfig, manager: PluginLoader, *, key: str = "rew
     )
 
 
-def build_rewards(config: RLConfig, manager: PluginLoader) -> ScoredReward | CombinedReward:
+def build_rewards(config: RLConfig, manager: PluginLoader) -> Reward:
     """What scores a completion as ``config`` says; ``destroy`` it at the end.
 
     Raises:
-        ConfigError: unless either ``reward`` or ``rewards`` is given.
+        ConfigError: see ``RLConfig.reward_sections``.
         PluginError: if a name cannot be used.
     """
     sections = config.reward_sections
     made = {key: ScoredReward(build_reward(section, manager, key=key), section) for key, section in sections.items()}
+    if not made:
+        return NoReward()
     if "reward" in made:
         return made["reward"]
     return CombinedReward({key.partition(".")[2]: reward for key, reward in made.items()})

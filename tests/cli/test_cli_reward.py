@@ -160,6 +160,7 @@ def test_try_when_the_sum_is_too_large_then_exit_1_as_training_would_reject_it(
         (NAMED, ["--option", "a=1"], "--option and --timeout"),
         (NAMED, ["rewards.half.name=absent"], "rewards.half.name: unknown reward 'absent'"),
         ("", [], "reward: is required"),
+        ("", ["workflow.name=cli_rewards:rows"], "neither `reward` nor `rewards` is given"),
     ],
 )
 def test_try_when_the_run_is_bad_then_exit_2(

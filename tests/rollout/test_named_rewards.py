@@ -11,7 +11,7 @@ import torch
 from rollout_fakes import FakeEngine
 from tiny_tokenizer import tiny_tokenizer
 
-from areal_core.api.configs import DatasetConfig, PPOActorConfig, RewardConfig, RLConfig
+from areal_core.api.configs import DatasetConfig, PPOActorConfig, RewardConfig, RLConfig, WorkflowConfig
 from areal_core.api.io_struct import GenerationHyperparameters, ModelResponse, Trajectory
 from areal_core.api.reward_api import AsyncRewardWrapper, RewardError, Score
 from areal_core.data.packing import pack_trajectories, reward_labels
@@ -196,6 +196,18 @@ async def test_combined_when_cancelled_cancels_its_calls(build):
 def test_build_when_none_or_both_are_given_says_so(given, message):
     with pytest.raises(ConfigError, match=message):
         build_rewards(config(**given), Manager())
+
+
+async def test_build_when_a_workflow_scores_by_itself_needs_no_reward():
+    without = config()
+    without.workflow = WorkflowConfig(name="my_agents:Agent")
+
+    reward = build_rewards(without, Manager())
+
+    assert reward.export_stats() == {}
+    with pytest.raises(BadInputError, match="the workflow asked for a reward, and the run has none"):
+        await reward("p", "c")
+    reward.destroy()
 
 
 def test_build_when_a_named_reward_is_no_function_names_its_key(monkeypatch):

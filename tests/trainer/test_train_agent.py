@@ -58,6 +58,7 @@ def test_train_when_an_agent_sets_another_temperature_fails_and_names_the_field(
     rl_plain: dict[str, Any], tmp_path: Path
 ) -> None:
     rl_plain["workflow"] = {"name": "trainer_agents:NoisyAgent"}
+    del rl_plain["reward"]  # an agent may score by itself
     rl_plain["rollout"]["max_retries"] = 0
 
     result = areal("train", write_yaml(tmp_path / "run.yaml", rl_plain))

@@ -16,7 +16,8 @@ class DatasetFactory(Protocol):
     * ``rl``: ``messages`` (a chat that ends with the user) and whatever the reward needs, e.g. ``answer``. Every other
       column reaches the reward as a keyword argument.
     * ``sft``: ``messages`` that end with the assistant, or ``input_ids`` with a ``loss_mask`` of equal length.
-    * ``rw``, ``dpo``: ``chosen`` and ``rejected``, both chats.
+    * ``rw``, ``dpo``: ``chosen`` and ``rejected``, both chats that end with the assistant; or both answers (text, or
+      messages) to a ``prompt`` or ``messages`` (text, or a chat that ends with the user). A ``margin`` is optional.
     """
 
     def __call__(

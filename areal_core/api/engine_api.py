@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
@@ -173,6 +174,14 @@ class TrainEngine(abc.ABC):
     @abc.abstractmethod
     def forward(self, batch: PackedBatch, *, with_entropy: bool = False) -> TokenOutput:
         """Log-probs (critics: values) of this rank's shard, aligned with its tokens, no gradient."""
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Within it, the model is the one that its LoRA adapter was added to: the reference, without a second copy.
+
+        Raises:
+            BadInputError: if the engine has no adapters.
+        """
+        raise BadInputError(f"actor.lora: {type(self).__name__} cannot switch its adapter off; give `ref`.")
 
     @abc.abstractmethod
     def lr_scheduler_step(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from areal_core.api.alloc import parse_backend
 from areal_core.api.configs import AlgorithmConfig, RLConfig, SFTConfig
+from areal_core.api.preference_configs import DPOConfig, RWConfig
 from areal_core.config import classes
 from areal_core.config.compose import build, resolve, with_defaults
 from areal_core.config.document import Document, apply_override, merge, read_document, set_value, split_key
@@ -21,10 +22,10 @@ from areal_core.config.problems import ConfigErrors, Problem, raise_problems, wh
 from areal_core.errors import BadInputError, ConfigError, PluginError, did_you_mean
 from areal_core.plugins import PluginManager, get_plugin_manager
 
-RunConfigType = RLConfig | SFTConfig
+RunConfigType = RLConfig | SFTConfig | RWConfig | DPOConfig
 
 #: The configuration class of each ``trainer:``.
-TRAINER_CONFIGS: dict[str, type] = {"rl": RLConfig, "sft": SFTConfig}
+TRAINER_CONFIGS: dict[str, type] = {"rl": RLConfig, "sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
 
 _BACKENDS = ("actor", "ref", "critic", "rollout")
 

@@ -6,7 +6,11 @@ from collections.abc import Hashable, Sequence
 
 
 def split_by_tokens(
-    lengths: Sequence[int], max_tokens: int | None, groups: Sequence[Hashable] | None = None
+    lengths: Sequence[int],
+    max_tokens: int | None,
+    groups: Sequence[Hashable] | None = None,
+    *,
+    whole_groups: bool = False,
 ) -> list[list[int]]:
     """Split sequences into micro-batches of at most ``max_tokens`` tokens, by first-fit decreasing.
 
@@ -18,6 +22,7 @@ def split_by_tokens(
         max_tokens: budget of one micro-batch. A longer sequence stands alone. None: everything in one micro-batch.
         groups: group of each sequence. The sequences of a group stay in one micro-batch where the group fits, so that
             an engine can share their prompt; a larger group is split into as few pieces as first-fit finds.
+        whole_groups: no group is split; one that is larger than the budget stands alone, as a long sequence does.
 
     Returns:
         Lists of indices into ``lengths``, each in ascending order; together they hold every index once. No sequences
@@ -36,6 +41,8 @@ def split_by_tokens(
         return [list(range(len(lengths)))]
     if groups is None:
         units = [[i] for i in range(len(lengths))]
+    elif whole_groups:
+        units = group_members(groups)
     else:
         units = [piece for members in group_members(groups) for piece in _pack(members, lengths, max_tokens)]
     sizes = [sum(lengths[i] for i in unit) for unit in units]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_core.api.configs import BaseTrainerConfig, RLConfig, TrainEngineConfig
+from areal_core.api.preference_configs import DPOConfig, RWConfig
 from areal_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +40,33 @@ def check_run(config: BaseTrainerConfig, world_size: int) -> None:
     evaluation = config.evaluation
     if (evaluation.freq_steps or evaluation.at_start) and getattr(config, "valid_dataset", None) is None:
         raise ConfigError("is missing, but `evaluation` asks for a held-out split.", key="valid_dataset")
+    if isinstance(config, DPOConfig):
+        _check_dpo(config)
+    if isinstance(config, RWConfig):
+        lora = config.actor.lora
+        if lora is not None and "score" not in lora.modules_to_save:
+            raise ConfigError(
+                "must name `score`: the scalar head starts random, and is trained in full beside the adapters.",
+                key="actor.lora.modules_to_save",
+            )
+
+
+def _check_dpo(config: DPOConfig) -> None:
+    if config.ref is None and config.actor.lora is None:
+        raise ConfigError(
+            "is missing: give the model to stay near to, e.g. `ref: {path: " + config.actor.path + "}`, or train "
+            "adapters (`actor.lora`), without which the actor is its own reference.",
+            key="ref",
+        )
+    if config.ref is not None and config.ref.optimizer is not None:
+        raise ConfigError("a reference is not trained; leave its optimizer out.", key="ref.optimizer")
+    if config.actor.init_from_scratch or (config.ref is not None and config.ref.init_from_scratch):
+        raise ConfigError(
+            "dpo goes on from a trained model; train one first with `trainer: sft`.",
+            key="actor.init_from_scratch" if config.actor.init_from_scratch else "ref.init_from_scratch",
+        )
+    if config.loss == "ipo" and config.label_smoothing:
+        raise ConfigError("belongs to `loss: sigmoid`; with ipo use 0.", key="label_smoothing")
 
 
 def check_rl(config: RLConfig, algorithm: Algorithm) -> None:

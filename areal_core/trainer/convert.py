@@ -10,6 +10,7 @@ import attrs
 from areal_core.api.configs import TrainEngineConfig
 from areal_core.errors import BadInputError
 from areal_core.runs.files import atomic_dir
+from areal_core.runs.listing import read_config
 from areal_core.runs.run_dir import list_checkpoints
 
 if TYPE_CHECKING:
@@ -103,8 +104,14 @@ def convert(
     name = engine or (config.parsed_backend.name if source.run is not None and model is None else "fsdp")
     engine_class = manager.load("areal_train_engines", name, key="--engine" if engine else "backend")
     with atomic_dir(target, overwrite=True) as folder:
-        engine_class.convert(source.path, folder, to=to, config=config, role=role)
+        engine_class.convert(source.path, folder, to=to, config=config, role=_engine_role(source, role))
     return source
+
+
+def _engine_role(source: Source, role: str) -> str:
+    """The role that the engine knows: the actor of a reward model's run has a scalar head."""
+    is_reward = source.run is not None and read_config(source.run).get("trainer") == "rw"
+    return "reward" if is_reward and role == "actor" else role
 
 
 def _config_of_run(source: Source, role: str, manager: PluginManager) -> TrainEngineConfig:

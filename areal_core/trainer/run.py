@@ -101,6 +101,7 @@ def _build(
     config: BaseTrainerConfig, world: World, manager: PluginManager, session: RunSession | None, stop: StopSignal
 ) -> Trainer:
     from areal_core.api.configs import RLConfig, SFTConfig
+    from areal_core.api.preference_configs import DPOConfig, RWConfig
 
     if isinstance(config, RLConfig):
         from areal_core.trainer.rl import RLTrainer
@@ -110,6 +111,14 @@ def _build(
         from areal_core.trainer.sft import SFTTrainer
 
         return SFTTrainer(config, world, manager, session, stop)
+    if isinstance(config, RWConfig):
+        from areal_core.trainer.rw import RWTrainer
+
+        return RWTrainer(config, world, manager, session, stop)
+    if isinstance(config, DPOConfig):
+        from areal_core.trainer.dpo import DPOTrainer
+
+        return DPOTrainer(config, world, manager, session, stop)
     raise BadInputError(f"trainer: no trainer for a {type(config).__name__}")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from areal_core.api.batch import PackedBatch
+from areal_core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +76,24 @@ class World:
             import torch.distributed as dist
 
             dist.barrier(self.group)
+
+
+def check_same_shards(world: World, one: TrainEngine, other: TrainEngine, *, key: str) -> None:
+    """Raise unless two engines put the same shard of a batch on each rank. Collective.
+
+    Raises:
+        ConfigError: naming ``key``, where the other's mesh is configured.
+    """
+    same = (one.data_parallel_rank, one.data_parallel_world_size) == (
+        other.data_parallel_rank,
+        other.data_parallel_world_size,
+    )
+    if not world.all(same):
+        raise ConfigError(
+            f"spreads a batch over {other.data_parallel_world_size} data-parallel ranks, but actor.backend over "
+            f"{one.data_parallel_world_size}, or in another order. Use the actor's mesh.",
+            key=key,
+        )
 
 
 class ShardRouter:

@@ -31,3 +31,9 @@ class ArithmeticConfig:
     seed: int = option(0, "Seed of the train split. The test split is the same for every seed.", ge=0)
     sloppy: float = option(0.65, "SFT: share of the two-step demonstrations that stop after one step.", ge=0, le=1)
     no_format: float = option(0.15, "SFT: share of the demonstrations that leave out the answer line.", ge=0, le=1)
+    stop_early: float = option(
+        0.5,
+        "RW, DPO: share of the two-step rejected answers that stop after one step; the others are wrong.",
+        ge=0,
+        le=1,
+    )

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from areal_arithmetic.config import ArithmeticConfig
-from areal_arithmetic.problems import Problem, is_held_out, make_problem, write_demonstration
+from areal_arithmetic.problems import Problem, is_held_out, make_problem, write_demonstration, write_mistake
 from areal_core import BadInputError
 
 # A split whose numbers are this rare does not exist for the given options.
@@ -29,7 +29,8 @@ def get_arithmetic_dataset(
         path: must be None: nothing is read.
         split: ``train`` or ``test``.
         kind: ``rl`` gives ``messages`` (the question) and ``answer`` (a string of digits); ``sft`` gives ``messages``
-            that end with a demonstration of mixed quality.
+            that end with a demonstration of mixed quality; ``rw`` and ``dpo`` give ``messages`` (the question), and the
+            answers ``chosen`` (a careful solution) and ``rejected`` (one that stops early or is wrong).
         tokenizer: counts tokens for ``max_length``, by its chat template.
         max_length: longer rows are dropped.
         options: fields of :class:`ArithmeticConfig`.
@@ -41,13 +42,16 @@ def get_arithmetic_dataset(
         raise BadInputError(f"dataset 'arithmetic' makes its rows and reads nothing: remove path: {path!r}")
     if split not in ("train", "test"):
         raise BadInputError(f"dataset 'arithmetic' has the splits train and test, not {split!r}")
-    if kind not in ("rl", "sft"):
-        raise BadInputError(f"dataset 'arithmetic' has the forms rl and sft, not {kind!r}")
+    if kind not in ("rl", "sft", "rw", "dpo"):
+        raise BadInputError(f"dataset 'arithmetic' has the forms rl, sft, rw and dpo, not {kind!r}")
     config = ArithmeticConfig(**options)
     problems = _draw_problems(config, held_out=split == "test")
-    rows = _rl_rows(problems) if kind == "rl" else _sft_rows(problems, config)
+    if kind == "rl":
+        rows = _rl_rows(problems)
+    else:
+        rows = _sft_rows(problems, config) if kind == "sft" else _pair_rows(problems, config)
     if max_length is not None:
-        rows = [row for row in rows if _count_tokens(row["messages"], kind, tokenizer) <= max_length]
+        rows = [row for row in rows if _count_tokens(row, kind, tokenizer) <= max_length]
         if not rows:
             raise BadInputError(
                 f"dataset 'arithmetic': none of the {config.size} rows of {split} has at most max_length={max_length} "
@@ -91,9 +95,26 @@ def _sft_rows(problems: list[Problem], config: ArithmeticConfig) -> list[dict[st
     ]
 
 
+def _pair_rows(problems: list[Problem], config: ArithmeticConfig) -> list[dict[str, Any]]:
+    rng = random.Random(f"pairs of {config.seed}")
+    return [
+        {"messages": [_user(p)], "chosen": p.solution, "rejected": write_mistake(p, rng, config.stop_early)}
+        for p in problems
+    ]
+
+
 def _user(problem: Problem) -> dict[str, str]:
     return {"role": "user", "content": problem.question}
 
 
-def _count_tokens(messages: list[dict[str, str]], kind: str, tokenizer: Any) -> int:
-    return len(tokenizer.apply_chat_template(messages, add_generation_prompt=kind == "rl", return_dict=False))
+def _count_tokens(row: dict[str, Any], kind: str, tokenizer: Any) -> int:
+    """Of the prompt (``rl``), the whole example, or the longer side of a pair."""
+    chats = [
+        [*row["messages"], {"role": "assistant", "content": row[side]}]
+        for side in ("chosen", "rejected")
+        if side in row
+    ]
+    return max(
+        len(tokenizer.apply_chat_template(chat, add_generation_prompt=kind == "rl", return_dict=False))
+        for chat in chats or [row["messages"]]
+    )

@@ -76,6 +76,18 @@ def is_held_out(numbers: Sequence[int]) -> bool:
     return digest[0] % 10 == 0
 
 
+def write_mistake(problem: Problem, rng: random.Random, stop_early: float) -> str:
+    """A solution that a careful reader rejects: it stops one step early, or its last result is a little off."""
+    steps = problem.steps
+    if len(steps) > 1 and rng.random() < stop_early:
+        steps = steps[:-1]
+        result = int(steps[-1].split("=")[1])
+    else:
+        result = problem.answer + rng.choice([step for step in (-2, -1, 1, 2) if problem.answer + step >= 0])
+        steps = (*steps[:-1], f"{steps[-1].split('=')[0]}={result}")
+    return "\n".join([*steps, f"#### {result}"])
+
+
 def write_demonstration(problem: Problem, rng: random.Random, sloppy: float, no_format: float) -> str:
     """A solution of mixed quality: a careless solver stops one step early, or leaves out the answer line."""
     steps = problem.steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from areal_core.api.io_struct import ModelResponse
 from areal_core.errors import BadInputError
 
 Message = Mapping[str, Any]
@@ -25,6 +26,9 @@ class TurnEncoder:
     def __init__(self, tokenizer: Any, stop_token_ids: Collection[int], what: str) -> None:
         self.tokenizer, self.what = tokenizer, what
         self._stop_ids = frozenset(stop_token_ids)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {token_id for token_id, token in added.items() if token.special}
+        self._special_ids = special.union(getattr(tokenizer, "all_special_ids", ()))
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, options: Mapping[str, Any] | None = None
@@ -92,10 +96,20 @@ class TurnEncoder:
             )
         return text[min(found) :]
 
-    def sampled_end(self, output_ids: Sequence[int]) -> str | None:
+    def sampled_end(self, response: ModelResponse) -> str | None:
         """Text of the end-of-turn token that an answer ends with; None if it was cut off."""
-        last = output_ids[-1] if output_ids else None
-        return self.tokenizer.decode([last], skip_special_tokens=False) if last in self._stop_ids else None
+        if not response.output_tokens:
+            return None
+        last = response.output_tokens[-1]
+        # An engine also knows the ends that the model's own generation_config.json names.
+        by_engine = response.stop_reason != "length" and last in self._special_ids
+        ended = last in self._stop_ids or by_engine
+        return self.tokenizer.decode([last], skip_special_tokens=False) if ended else None
+
+    def said(self, response: ModelResponse) -> list[int]:
+        """Ids of an answer without its end-of-turn token."""
+        ids = response.output_tokens
+        return ids if self.sampled_end(response) is None else ids[:-1]
 
     def continuation(self, tail: str, end: str | None) -> list[int]:
         """Ids of ``tail`` after an answer that ended with ``end`` (see ``sampled_end``)."""

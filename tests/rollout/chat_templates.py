@@ -95,3 +95,10 @@ MISTRAL = (
     "{{- raise_exception('a result without a call') }}{%- endif %}"
     "{{- '[TOOL_RESULTS]{\"content\": ' + (message.content | tojson) + '}[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}"
 )
+# Gemma: the token that ends a turn is not the tokenizer's EOS; the model's generation_config.json names it.
+GEMMA = (
+    "{{- '<|begin|>' }}{%- for message in messages %}"
+    "{{- '<|header|>' + ('model' if message.role == 'assistant' else message.role) + '\n' }}"
+    "{{- message.content | trim + '<|end_header|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|header|>model\n' }}{%- endif %}"
+)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from agent_fakes import ADD, END, make_session, message_of, spelled, user
-from chat_templates import LLAMA31, MISTRAL, QWEN3, QWEN25
+from chat_templates import GEMMA, LLAMA31, MISTRAL, QWEN3, QWEN25
 from tiny_tokenizer import tiny_tokenizer
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": %d, "b": %d}}\n</tool_call>'
@@ -141,3 +141,28 @@ async def test_qwen3_when_an_example_has_a_thought_shows_it_to_the_model():
     await session.create({"messages": [user("2+2?"), example, {"role": "tool", "content": "4"}]})
 
     assert "<think>\ntwo and two\n</think>\n\n4<|im_end|>" in prompts(session, tokenizer)[0]
+
+
+async def test_gemma_when_the_engine_ends_turns_by_a_token_of_its_own_does_not_end_them_twice():
+    tokenizer = tiny_tokenizer(GEMMA)
+    end = "<|end_header|>"
+    session, _ = make_session("a" + end, "b" + end, tokenizer=tokenizer)
+    answer = message_of(await session.create({"messages": [user("?")]}))
+
+    await session.create({"messages": [user("?"), answer, user("!")]})
+
+    first, second = prompts(session, tokenizer)
+    assert (
+        answer["content"] == "a" and second == first + "a" + end + "\n<|header|>user\n!" + end + "\n<|header|>model\n"
+    )
+
+
+async def test_gemma_when_an_answer_is_cut_off_at_a_special_token_ends_its_turn():
+    tokenizer = tiny_tokenizer(GEMMA)
+    session, _ = make_session("a<|header|>", "b", tokenizer=tokenizer, stop_reasons=["length", "stop"])
+    answer = message_of(await session.create({"messages": [user("?")]}))
+
+    await session.create({"messages": [user("?"), answer, user("!")]})
+
+    first, second = prompts(session, tokenizer)
+    assert second.startswith(first + "a<|header|><|end_header|>\n")

@@ -236,8 +236,8 @@ class AgentSession:
         if parent is not None:
             answer, before, after = messages[length - 1], messages[: length - 1], messages[length:]
             tail = turns.tail(before, answer, after, chat.tools, chat.template_options)
-            sampled = parent.output_ids
-            return [*parent.prompt_ids, *sampled, *turns.continuation(tail, turns.sampled_end(sampled))]
+            between = turns.continuation(tail, turns.sampled_end(parent.response))
+            return [*parent.prompt_ids, *parent.output_ids, *between]
         # The samples of a group begin with the same chat.
         cached = self._cache.get(("agent prompt", key))
         if cached is None:
@@ -328,10 +328,7 @@ class AgentSession:
         return completion
 
     def _parse(self, chat: ChatRequest, response: ModelResponse) -> ParsedAnswer:
-        tokenizer, turns = self.settings.tokenizer, self.settings.turns
-        ids = response.output_tokens
-        if turns.sampled_end(ids) is not None:
-            ids = ids[:-1]
+        tokenizer, ids = self.settings.tokenizer, self.settings.turns.said(response)
         parser = self.settings.parser if chat.parse_tools else None
         text = parser.text_of(tokenizer, ids) if parser else str(tokenizer.decode(ids, skip_special_tokens=True))
         if response.stop_reason != "length":

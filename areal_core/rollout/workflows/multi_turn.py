@@ -165,10 +165,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
     def _parse(self, response: ModelResponse) -> ParsedAnswer:
         assert self._parser is not None
-        ids = response.output_tokens
-        if self._turns.sampled_end(ids) is not None:
-            ids = ids[:-1]
-        parsed = self._parser.parse(self._parser.text_of(self.tokenizer, ids))
+        parsed = self._parser.parse(self._parser.text_of(self.tokenizer, self._turns.said(response)))
         self._malformed += parsed.malformed
         return parsed
 
@@ -196,7 +193,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         cache: dict[Any, Any],
     ) -> list[int]:
         """Ids from the end of the sampled ``answer`` to where the next one begins."""
-        end = self._turns.sampled_end(response.output_tokens)
+        end = self._turns.sampled_end(response)
         key = ("between", len(chat), end)
         # The samples of a group share them as long as no tool has spoken.
         shared = not any(message["role"] == "tool" for message in (*chat, *after))

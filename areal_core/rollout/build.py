@@ -103,4 +103,7 @@ def check_workflow(workflow: Any) -> Any:
             "played. Name it as workflow.name, or give "
             "areal_core.rollout.agents.workflow.AgentRunner(agent, gconfig, tokenizer, reward_fn)."
         )
-    raise BadInputError(f"{name} is not a workflow: it has no `async def arun_episode(self, engine, data)`.")
+    raise BadInputError(
+        f"{name} is not a workflow: it has neither `async def arun_episode(self, engine, data)` nor, as an agent, "
+        "`async def run(self, data, **kwargs)`."
+    )

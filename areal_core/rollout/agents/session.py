@@ -91,8 +91,9 @@ class AgentSession:
         self._scope = str(getattr(engine, "episode_id", id(self)))
         self._name = digest(self._scope).hex()[:16]
         self._ends: dict[bytes, list[Completion]] = {}
-        self._continued: Counter[str] = Counter()  # requests that go on from a completion, those under way included
-        self._requests = self._sampled = self._chats = 0
+        # Requests that go on from a completion, or (None) begin a chat; those under way included.
+        self._continued: Counter[str | None] = Counter()
+        self._requests = self._sampled = 0
         self._at_work: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -182,17 +183,14 @@ class AgentSession:
             ) from error
         self._count(chat.n)
         order, self._requests = self._requests, self._requests + 1
-        if parent is None:
-            self.stats["branches"] += self._chats > 0
-            self._chats += 1
+        origin = None if parent is None else parent.id
+        self.stats["branches"] += origin is None and self._continued[None] > 0
+        self._continued[origin] += 1
+        try:
             responses = await self._sample(chat, prompt)
-        else:
-            self._continued[parent.id] += 1
-            try:
-                responses = await self._sample(chat, prompt)
-            except BaseException:
-                self._continued[parent.id] -= 1
-                raise
+        except BaseException:
+            self._continued[origin] -= 1
+            raise
         completions = [self._record(chat, response, parent, order, i, keys[-1]) for i, response in enumerate(responses)]
         answer = chat_completion(completions, chat.model, settings.tokenizer, logprobs=chat.logprobs)
         return chunks(answer, include_usage=chat.include_usage) if chat.stream else answer

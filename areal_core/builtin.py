@@ -22,6 +22,13 @@ def areal_workflows() -> list[Registration]:
             config="areal_core.rollout.workflows.multi_turn:MultiTurnConfig",
             description="Tries again after a wrong answer; token ids are never re-encoded",
         ),
+        Registration(
+            name="vision_rlvr",
+            target="areal_core.rollout.workflows.vision_rlvr:VisionRLVRWorkflow",
+            requires=("pillow",),
+            extra="vision",
+            description="One completion per episode about images, scored by a verifiable reward",
+        ),
     ]
 
 

@@ -65,7 +65,8 @@ def areal_inference_engines() -> list[Registration]:  # type: ignore[empty-body]
 def areal_workflows() -> list[Registration]:  # type: ignore[empty-body]
     """Workflows: a :class:`areal_core.api.workflow_api.RolloutWorkflow`, or an agent with ``async def run(data)``.
 
-    Constructed with the keyword arguments it accepts of ``gconfig``, ``tokenizer``, ``reward_fn``, and its options.
+    Constructed with the keyword arguments it accepts of ``gconfig``, ``tokenizer``, ``processor`` (of a vision-language
+    model), ``reward_fn``, and its options.
     Selected by ``workflow.name``; options under e.g. ``workflow.multi_turn``.
     """
 

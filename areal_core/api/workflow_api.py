@@ -19,7 +19,8 @@ class RolloutWorkflow(abc.ABC):
     """One episode: turns one row of a dataset into one (or several) scored trajectories.
 
     The constructor receives by keyword what it has parameters for: ``gconfig`` (GenerationHyperparameters),
-    ``tokenizer``, ``reward_fn`` (already wrapped: ``await reward_fn(...)``), and the plugin's own options.
+    ``tokenizer``, ``processor`` (the transformers processor of a vision-language model, loaded only if asked for),
+    ``reward_fn`` (already wrapped: ``await reward_fn(...)``), and the plugin's own options.
 
     A workflow may have ``export_stats() -> dict[str, float]``: counts since its last call, which become the metrics
     ``rollout/NAME`` (``eval/NAME``) of a batch.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from areal_core.api.configs import RLConfig
 from areal_core.api.io_struct import GenerationHyperparameters
 from areal_core.config.plain import plugin_keywords
+from areal_core.data.processor import load_processor
 from areal_core.errors import BadInputError
 from areal_core.rollout.rewards import PluginLoader, Reward, build_rewards
 
@@ -35,6 +36,10 @@ def build_workflow(
         reward = build_rewards(config, manager)
     target = manager.load("areal_workflows", config.workflow.name, key="workflow.name")
     available = {"gconfig": gconfig, "tokenizer": tokenizer, "reward_fn": reward}
+    if "processor" in _parameters(target):
+        available["processor"] = load_processor(
+            config.tokenizer_path or config.actor.path, trust_remote_code=config.actor.trust_remote_code
+        )
     options = plugin_keywords(config.workflow)
     workflow = _construct(target, available, options, config.workflow.name)
     if not is_agent(workflow):
@@ -63,10 +68,7 @@ def is_agent(workflow: Any) -> bool:
 def _construct(target: Callable[..., Any], available: dict[str, Any], options: dict[str, Any], name: str) -> Any:
     if not callable(target):
         raise BadInputError(f"workflow.name: {name!r} is a {type(target).__name__}, not a class.")
-    try:
-        parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        parameters = inspect.signature(lambda gconfig, tokenizer, reward_fn: None).parameters
+    parameters = _parameters(target)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     given = {key: value for key, value in available.items() if takes_any or key in parameters}
     unknown = [key for key in options if not takes_any and key not in parameters]
@@ -85,9 +87,16 @@ def _construct(target: Callable[..., Any], available: dict[str, Any], options: d
     if missing:
         raise BadInputError(
             f"workflow.name: the constructor of {name!r} needs {', '.join(missing)}, which nothing gives. It may take "
-            "gconfig, tokenizer, reward_fn and the options of its config class."
+            "gconfig, tokenizer, processor, reward_fn and the options of its config class."
         )
     return target(**given, **options)
+
+
+def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return inspect.signature(lambda gconfig, tokenizer, reward_fn: None).parameters
 
 
 def check_workflow(workflow: Any) -> Any:

@@ -36,12 +36,28 @@ def make_batch() -> PackedBatch:
     )
 
 
+def make_image_batch() -> PackedBatch:
+    """Two samples of a prompt with an image, one of a prompt with two, and one without."""
+    batch = make_batch()
+    shared = {"pixel_values": torch.randn(6, 5), "image_grid_thw": torch.tensor([[1, 2, 3]])}
+    two = {"pixel_values": torch.randn(8, 5), "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])}
+    batch.multi_modal_input = [shared, shared, two, {}]
+    return batch
+
+
 def assert_same(actual: PackedBatch, expected: PackedBatch) -> None:
     assert list(actual.tokens) == list(expected.tokens)
     assert list(actual.rows) == list(expected.rows)
     torch.testing.assert_close(actual.cu_seqlens, expected.cu_seqlens, rtol=0, atol=0)
     for name in (*expected.tokens, *expected.rows):
         torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0)
+    if expected.multi_modal_input is None:
+        assert actual.multi_modal_input is None
+        return
+    assert actual.multi_modal_input is not None
+    assert len(actual.multi_modal_input) == len(expected.multi_modal_input)
+    for found, images in zip(actual.multi_modal_input, expected.multi_modal_input, strict=True):
+        torch.testing.assert_close(dict(found), dict(images), rtol=0, atol=0)
 
 
 def free_port() -> int:
@@ -81,6 +97,7 @@ def run_ranks(size: int, check: Callable[[int, dist.ProcessGroup], None]) -> Non
 
 
 def check_everything(rank: int, group: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
     whole = make_batch()
 
     message = {"decision": True, "values": [1, 2.5, None], "text": "é"}
@@ -111,6 +128,15 @@ def check_everything(rank: int, group: dist.ProcessGroup) -> None:
         assert (back is None) == (rank == 0)
         if back is not None:
             torch.testing.assert_close(back, whole["half"], rtol=0, atol=0)
+
+    images = make_image_batch()
+    for parts in ([[0, 1, 2], [3]], [[3], [2, 0, 1]], [[0, 1, 2, 3], []], [[], [0, 1, 2, 3]]):
+        shard = scatter_batches([images.select(p) for p in parts] if rank == 0 else None, group)
+        assert_same(shard, images.select(parts[rank]))
+        if len(parts[rank]) > 2:
+            assert shard.multi_modal_input is not None
+            # What two samples share came once.
+            assert len({id(part) for part in shard.multi_modal_input}) == len(parts[rank]) - 1
 
     gathered = gather_tensors(torch.full((rank, 2), rank, dtype=torch.int32), group, dst=0)
     if rank == 0:

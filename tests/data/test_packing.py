@@ -149,3 +149,28 @@ def test_concat_when_tensors_differ_expected_error() -> None:
         concat([batch, batch.with_tokens(advantages=torch.zeros(3))])
     with pytest.raises(ValueError, match="at least one batch"):
         concat([])
+
+
+def test_batch_when_changed_expected_images_of_its_sequences() -> None:
+    shared = {"pixel_values": torch.ones(4, 2), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    other = {"pixel_values": torch.zeros(6, 2)}
+    images = [shared, {}, shared, other]
+    trajectories = [make_trajectory(5, 2, i, multi_modal_input=part) for i, part in enumerate(images)]
+
+    batch = pack_trajectories(trajectories)
+    changed = batch.with_tokens(values=torch.zeros(20)).with_rows(x=torch.zeros(4)).select([3, 0, 2]).to("cpu")
+    joined = concat([batch.select([3]), pack_trajectories(trajectories[1:2]), batch.select([])])
+
+    assert batch.multi_modal_input is not None and changed.multi_modal_input is not None
+    assert all(found is part for found, part in zip(batch.multi_modal_input, images, strict=True))
+    torch.testing.assert_close([dict(p) for p in changed.multi_modal_input], [other, shared, shared], rtol=0, atol=0)
+    assert changed.multi_modal_input[1] is changed.multi_modal_input[2]
+    assert joined.multi_modal_input == [other, {}]
+    assert pack_trajectories(trajectories[1:2]).multi_modal_input is None
+
+
+def test_batch_when_images_are_not_one_per_sequence_expected_error() -> None:
+    batch = pack_trajectories([make_trajectory(5, 2, 0)])
+
+    with pytest.raises(ValueError, match="multi_modal_input has 2 entries, but the batch has 1 sequences"):
+        PackedBatch(batch.cu_seqlens, batch.tokens, batch.rows, [{}, {}])

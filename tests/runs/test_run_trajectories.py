@@ -41,6 +41,16 @@ def test_write_when_read_back_then_the_line_holds_the_trajectory(tmp_path: Path,
     np.testing.assert_allclose(line["logprobs"], original.logprobs[original.loss_mask], atol=5e-5)
 
 
+def test_write_when_there_are_images_then_the_line_holds_their_shapes(tmp_path: Path, trajectory: Make) -> None:
+    writer = TrajectoryWriter(tmp_path)
+
+    writer.write(1, trajectory("ab", "c", multi_modal_input={"pixel_values": np.zeros((6, 5))}), prompt="ab")
+    writer.close()
+
+    (line,) = iter_trajectories(tmp_path)
+    assert line["multi_modal_input"] == {"pixel_values": [6, 5]}
+
+
 def test_write_when_a_tokenizer_is_set_then_texts_and_vocabulary_are_kept(
     tmp_path: Path, trajectory: Make, tokenizer: Any
 ) -> None:

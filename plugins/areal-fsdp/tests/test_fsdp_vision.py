@@ -127,6 +127,11 @@ def test_train_batch_when_text_only_expected_vision_tower_unchanged(models: Path
     assert all(bool((g == 0).all()) for name, g in gradients.items() if "visual" in name)
 
 
+def test_initialize_when_critic_reads_images_expected_error(models: Path) -> None:
+    with pytest.raises(BadInputError, match=r"scalar head on a vision-language model \('qwen3_vl'\)"):
+        cases.make_engine(models / "qwen3_vl", role="critic")
+
+
 def test_forward_when_text_model_gets_images_expected_error_naming_the_model(tmp_path: Path) -> None:
     engine = cases.make_engine(cases.make_folder("qwen2", tmp_path))
 

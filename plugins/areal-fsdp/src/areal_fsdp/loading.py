@@ -131,6 +131,11 @@ def build_model(
 
     reads_images = is_vision_language(hf_config)
     auto: Any = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    if is_critic and reads_images:
+        raise BadInputError(
+            f"{folder}: a scalar head on a vision-language model ({hf_config.model_type!r}) is not there yet. Use a "
+            "text model as critic or reward model, or an algorithm without one."
+        )
     if is_critic:
         auto = AutoModelForSequenceClassification
         hf_config.num_labels = 1

@@ -1,14 +1,18 @@
 """Agents that do several things at once, leave things running, or change what they were given."""
 
 import asyncio
+import random
 
+import numpy as np
 import pytest
-from agent_fakes import END, GCONFIG, WITH_TOOLS, ScriptedEngine, make_session, message_of, user
+from agent_fakes import ADD, END, GCONFIG, WITH_TOOLS, ScriptedEngine, make_session, message_of, user
 
 from areal_core.api.configs import AgentConfig
 from areal_core.api.reward_api import RewardError
 from areal_core.errors import BadInputError
+from areal_core.rollout.agents.completions import chosen
 from areal_core.rollout.agents.errors import APIError
+from areal_core.rollout.agents.export import export_concat, export_individual
 from areal_core.rollout.agents.workflow import AgentRunner
 from areal_core.rollout.context import EpisodeEngine
 from areal_core.rollout.episode import EpisodeRejected
@@ -213,3 +217,59 @@ async def test_choices_when_an_evaluation_has_a_seed_differ():
 
     one, two = (request.gconfig.seed for request in engine.requests)
     assert one != two
+
+
+class MoodyEngine(ScriptedEngine):
+    """Answers late, out of order, at random; now and then it fails or is cut off."""
+
+    def __init__(self, rng):
+        super().__init__(WITH_TOOLS)
+        self.rng = rng
+
+    async def agenerate(self, request):
+        for _ in range(self.rng.randrange(4)):
+            await asyncio.sleep(0)
+        if self.rng.random() < 0.05:
+            raise RuntimeError("out of memory")
+        call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+        text = self.rng.choice(["a", "b", "", "<think>x</think>a", call])
+        self.answers = [text + (END if self.rng.random() < 0.9 else "")]
+        return await super().agenerate(request)
+
+
+async def wander(session, rng):
+    """One chat: several choices, tools, edits, rewards."""
+    messages = [user(rng.choice("xy"))]
+    for _ in range(rng.randrange(1, 5)):
+        try:
+            answer = await session.create({"messages": messages, "tools": [ADD], "n": rng.choice([1, 1, 2])})
+        except APIError:
+            continue
+        choice = rng.choice(answer["choices"])
+        if rng.random() < 0.3:
+            session.set_reward(choice["completion_id"], rng.random())
+        calls = choice["message"].get("tool_calls", ())
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
+        messages = [*messages, choice["message"], *results, user(rng.choice("uv"))]
+        if rng.random() < 0.2:
+            messages = messages[:1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_session_when_chats_wander_at_once_keeps_and_trains_every_sampled_token_once(seed):
+    rng = random.Random(seed)
+    session, _ = make_session(max_completions=None)
+    session.engine = MoodyEngine(rng)
+
+    await asyncio.gather(*(wander(session, rng) for _ in range(4)))
+
+    completions = list(session.completions.values())
+    for completion in completions:
+        if completion.parent is not None:
+            whole = completion.parent.prompt_ids + completion.parent.output_ids
+            assert completion.prompt_ids[: len(whole)] == whole
+    # Every token of the engine has a log-prob of its own.
+    expected = sorted(logprob for completion in chosen(completions) for logprob in completion.logprobs)
+    for export in (export_concat, export_individual):
+        trained = [t.logprobs[t.loss_mask] for t in export(completions, 0.9, WITH_TOOLS)]
+        np.testing.assert_allclose(np.sort(np.concatenate(trained)), expected, rtol=0, atol=1e-6)

@@ -5,7 +5,8 @@ Every message says three things: the key or file it is about, what was wrong, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class ArealError(Exception):
@@ -33,6 +34,17 @@ class ConfigError(BadInputError):
         self.message, self.key, self.where = message, key, where
         prefix = f"{where}: " if where else ""
         super().__init__(f"{prefix}{key}: {message}" if key else f"{prefix}{message}")
+
+
+@contextmanager
+def section(key: str) -> Iterator[None]:
+    """Within it, a ConfigError names its key as seen from the section ``key``, e.g. an engine's from ``"actor"``."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.key is None or error.where is not None:
+            raise
+        raise ConfigError(error.message, key=f"{key}.{error.key}") from error
 
 
 class PluginError(BadInputError):

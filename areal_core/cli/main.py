@@ -107,7 +107,16 @@ def _tell_launcher(error: BaseException) -> None:
     try:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+        from areal_core.errors import ArealError
+
+        if not isinstance(error, ArealError):
+            get_error_handler().record_exception(error)
+            return
+        try:
+            # Its message says it all: torchrun's summary need not trace it for every rank.
+            raise error.with_traceback(None) from None
+        except ArealError:
+            get_error_handler().record_exception(error)
     except Exception as failure:  # the error itself is what must be told
         console.warning(f"cannot leave the error to torchrun: {failure}")
 

@@ -10,7 +10,7 @@ import attrs
 from areal_core.api.configs import DType
 from areal_core.api.dataset_api import DatasetKind
 from areal_core.config.plain import plugin_keywords
-from areal_core.errors import BadInputError
+from areal_core.errors import BadInputError, section
 
 if TYPE_CHECKING:
     from areal_core.api.algorithm_api import Algorithm
@@ -66,7 +66,8 @@ def build_train_engine(config: TrainEngineConfig, manager: PluginManager, *, key
     """An engine that has joined its process group; nothing is loaded yet."""
     backend = config.parsed_backend
     engine: TrainEngine = manager.load("areal_train_engines", backend.name, key=f"{key}.backend")(config)
-    engine.create_process_group(backend.parallel)
+    with section(key):
+        engine.create_process_group(backend.parallel)
     return engine
 
 

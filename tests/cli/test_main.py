@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,3 +241,25 @@ def test_render_markdown_when_called_describes_every_command() -> None:
     for path, _ in _commands(typer.main.get_group(main.build_app())):
         assert f"`areal {' '.join(path)}`\n" in page
     assert page == render_markdown()
+
+
+@pytest.mark.parametrize(
+    ("error", "traced"),
+    [(ConfigError("no", key="actor.lr"), False), (RuntimeError("no"), True)],
+    ids=["bad input", "a bug"],
+)
+def test_run_when_started_by_torchrun_leaves_the_error_and_traces_bugs_alone(
+    error: Exception, traced: bool, failing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(error)
+    file = tmp_path / "error.json"
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(file)}.items():
+        monkeypatch.setenv(name, value)
+
+    main.run(["fail"])
+
+    message = json.loads(file.read_text())["message"]
+    assert str(error) in message["message"]
+    trace = message["extraInfo"]["py_callstack"]
+    assert str(error) in trace
+    assert (trace.count("  File ") > 1) == traced

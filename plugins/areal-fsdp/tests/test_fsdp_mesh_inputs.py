@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from areal_core.api.alloc import ParallelStrategy, parse_backend
-from areal_core.api.configs import LoRAConfig, TrainEngineConfig
+from areal_core.api.configs import LoRAConfig, OptimizerConfig, TrainEngineConfig
 from areal_core.errors import BadInputError
 from areal_fsdp.config import FSDPConfig
 from areal_fsdp.layout import RowPart, make_model_input
@@ -86,6 +86,29 @@ def test_check_parallel_when_options_do_not_fit_expected_error(
 
     with pytest.raises(BadInputError, match=message):
         check_parallel(model, Mesh(device=torch.device("cpu"), **mesh), config, FSDPConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attn_impl": "spda"}, r"critic\.attn_impl: there is no attention 'spda'; known are auto, eager, .*'sdpa'"),
+        ({"optimizer": OptimizerConfig(momentum=0.9)}, r"critic\.optimizer\.momentum: is an option of sgd and muon"),
+        (
+            {"optimizer": cases.sgd(state_dtype="bfloat16")},
+            r"critic\.optimizer\.state_dtype: is an option of .*adamw",
+        ),
+        ({"optimizer": OptimizerConfig(rounding="kahan")}, r"critic\.optimizer\.rounding: kahan compensates bfloat16"),
+        ({"lora": LoRAConfig(target_modules=["foo"])}, r"critic\.lora\.target_modules: peft cannot use \['foo'\]"),
+    ],
+    ids=str,
+)
+def test_initialize_when_options_do_not_fit_expected_error_with_the_whole_key(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = cases.make_folder("qwen3", tmp_path)
+
+    with pytest.raises(BadInputError, match=f"^{message}"):
+        cases.make_engine(folder, role="critic", **fields)
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -179,7 +179,7 @@ def test_initialize_when_folder_is_bad_expected_one_error_on_every_rank(
 
     first, second = messages
     assert re.search(message, first) and first.startswith("BadInputError: ")
-    assert second == f"ArealError: rank 0 failed: {first}"
+    assert second == first.replace("BadInputError: ", "BadInputError: rank 0 failed: ", 1)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areal_core.errors import ArealError
+from areal_core.errors import ArealError, BadInputError
 
 
 def all_reduce(value: torch.Tensor, group: dist.ProcessGroup | None, op: Any = None) -> torch.Tensor:
@@ -41,10 +41,15 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
 
 
 def raise_together(error: BaseException | None, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Raise on every rank if any rank has an error: its own, or one that quotes the first other rank's."""
-    messages = gather_json(None if error is None else f"{type(error).__name__}: {error}", group, device)
+    """Raise on every rank if any rank has an error: its own, or one that quotes the first other rank's.
+
+    Bad input is bad input on every rank, so that all end with the same exit code.
+    """
+    is_bad_input = isinstance(error, BadInputError)
+    mine = None if error is None else [is_bad_input, str(error) if is_bad_input else f"{type(error).__name__}: {error}"]
+    found = gather_json(mine, group, device)
     if error is not None:
         raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise ArealError(f"rank {rank} failed: {message}")
+    for rank, failure in enumerate(found):
+        if failure is not None:
+            raise (BadInputError if failure[0] else ArealError)(f"rank {rank} failed: {failure[1]}")

@@ -19,7 +19,7 @@ from areal_core.api.batch import PackedBatch, TokenOutput
 from areal_core.api.configs import TrainEngineConfig
 from areal_core.api.engine_api import InferenceEngine, LossFn, LossWeightFn, TrainEngine
 from areal_core.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
-from areal_core.errors import ArealError, BadInputError
+from areal_core.errors import ArealError, BadInputError, section
 from areal_core.logging import getLogger
 from areal_fsdp import comm, loading, lora, storage, weight_update
 from areal_fsdp.background import BackgroundSave
@@ -94,10 +94,13 @@ class FSDPEngine(TrainEngine):
         self._mesh = build_mesh(strategy, self.options.replicate, device)
 
     def initialize(self, ft_spec: FinetuneSpec | None = None, *, role: str = "actor") -> None:
-        mesh = self.mesh
         if role not in ("actor", "ref", "critic", "reward"):
             raise BadInputError(f"role: {role!r} is not one of actor, ref, critic, reward.")
-        config = self.config
+        with section(role):
+            self._build(ft_spec, role)
+
+    def _build(self, ft_spec: FinetuneSpec | None, role: str) -> None:
+        mesh, config = self.mesh, self.config
         self._check_dtypes(role)
         check_quantization(config, self.options, mesh, key=role)
         self.role = role
@@ -145,7 +148,7 @@ class FSDPEngine(TrainEngine):
             self.optimizer = build_optimizer(model, config.optimizer)
             self.schedule = Schedule(self.optimizer, config.optimizer, ft_spec)
             self._skips = SkipGuard(config.optimizer.max_skipped)
-        if not self._scorer.is_packed:
+        if not self._scorer.is_packed and mesh.rank == 0:
             logger.warning(
                 "%s runs on padded batches: packed attention is off for it (attention %s)",
                 type(model).__name__,
@@ -226,14 +229,13 @@ class FSDPEngine(TrainEngine):
         # The only point where the host waits for the device.
         result, (norm_value, total_weight) = run.results(norm)
         skipped = not (math.isfinite(norm_value) and total_weight > 0 and parameters)
-        if skipped:
-            if total_weight > 0:
-                logger.warning("step skipped: the gradient norm is %s", norm_value)
-            else:
-                logger.warning("step skipped: no token has a weight (in RL: every advantage is 0)")
-        else:
+        if not skipped:
             self.optimizer.step()
             self.steps += 1
+        elif self.mesh.rank == 0:
+            no_weight = "no token has a weight (in RL: every advantage is 0)"
+            reason = f"the gradient norm is {norm_value}" if total_weight > 0 else no_weight
+            logger.warning("step skipped: %s", reason)
         self.optimizer.zero_grad(set_to_none=True)
         self._count(batch, run, update_skipped=float(skipped))
         if total_weight > 0:

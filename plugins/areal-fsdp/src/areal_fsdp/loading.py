@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from areal_core.api.vision import is_vision_language
-from areal_core.errors import BadInputError
+from areal_core.errors import BadInputError, ConfigError, did_you_mean
 from areal_fsdp.attention import ATTENTION_NAME, register_attention
 from areal_fsdp.vision import PACKED_TYPES
 
@@ -225,6 +225,7 @@ def _choose_attention(auto: Any, hf_config: Any, attn_impl: str, trust_remote_co
     """The name of packed attention if the architecture works with it, else what transformers would choose."""
     register_attention()
     if attn_impl not in ("auto", ATTENTION_NAME):
+        _check_attention(attn_impl)
         return attn_impl
     try:
         model_class = auto._model_mapping[type(hf_config)]
@@ -235,6 +236,19 @@ def _choose_attention(auto: Any, hf_config: Any, attn_impl: str, trust_remote_co
     if is_vision_language(hf_config):
         supported = supported and hf_config.model_type in PACKED_TYPES
     return ATTENTION_NAME if supported else None
+
+
+def _check_attention(attn_impl: str) -> None:
+    """Raise unless transformers knows the name; one with a slash is that of a kernel on the hub."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    registered = [name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name and name != ATTENTION_NAME]
+    known = ["auto", "eager", *registered]
+    if attn_impl not in known and "/" not in attn_impl:
+        raise ConfigError(
+            f"there is no attention {attn_impl!r}; known are {', '.join(known)}.{did_you_mean(attn_impl, known)}",
+            key="attn_impl",
+        )
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from areal_core.api.configs import LoRAConfig
-from areal_core.errors import BadInputError
+from areal_core.errors import ConfigError
 
 _ADAPTER = "default"
 
@@ -43,13 +43,14 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> Any:
         )
     except ValueError as error:
         names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
-        raise BadInputError(
-            f"lora.target_modules: peft cannot use {config.target_modules} ({str(error).splitlines()[0]}). "
-            f"Linear layers of this model: {', '.join(names)}."
+        raise ConfigError(
+            f"peft cannot use {config.target_modules} ({str(error).splitlines()[0]}). "
+            f"Linear layers of this model: {', '.join(names)}.",
+            key="lora.target_modules",
         ) from error
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and not module.lora_A:
-            raise BadInputError(f"lora.target_modules: {name} is not a linear layer; only those are supported.")
+            raise ConfigError(f"{name} is not a linear layer; only those are supported.", key="lora.target_modules")
     _check_ties(model)
     return wrapped
 
@@ -70,9 +71,10 @@ def _check_ties(model: Any) -> None:
     for name, module in model.named_modules():
         if id(module) in ends and isinstance(module, (LoraLayer, ModulesToSaveWrapper)):
             key = "target_modules" if isinstance(module, LoraLayer) else "modules_to_save"
-            raise BadInputError(
-                f"lora.{key}: {name} shares its weight with the other end of the model (tie_word_embeddings), which "
-                "adapters cannot train. Leave it out, or train all weights (no `lora`)."
+            raise ConfigError(
+                f"{name} shares its weight with the other end of the model (tie_word_embeddings), which "
+                "adapters cannot train. Leave it out, or train all weights (no `lora`).",
+                key=f"lora.{key}",
             )
 
 

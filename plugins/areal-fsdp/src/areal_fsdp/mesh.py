@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from areal_core.api.alloc import ParallelStrategy
-from areal_core.errors import BadInputError
+from areal_core.errors import ConfigError
 
 #: Outermost first: the ranks of one ``tp`` group are neighbours, so they sit on one machine.
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -26,16 +28,23 @@ def check_strategy(strategy: ParallelStrategy, replicate: int, *, key: str = "ba
         ("et", strategy.expert_tensor, "for expert parallelism use the archon engine"),
     ):
         if size > 1:
-            raise BadInputError(
-                f"{key}: fsdp:{strategy} asks for {letter}{size}, which the fsdp engine does not implement; {instead}. "
-                "Its letters are d (data), t (tensor) and c (context), e.g. fsdp:d4t2c2."
+            raise ConfigError(
+                f"fsdp:{strategy} asks for {letter}{size}, which the fsdp engine does not implement; {instead}. "
+                "Its letters are d (data), t (tensor) and c (context), e.g. fsdp:d4t2c2.",
+                key=key,
             )
     if strategy.data % replicate:
         divisors = [n for n in range(1, strategy.data + 1) if strategy.data % n == 0]
-        raise BadInputError(
-            f"fsdp.replicate: {replicate} does not divide the {strategy.data} data-parallel ranks of fsdp:{strategy}. "
-            f"Use one of {', '.join(map(str, divisors))}."
+        raise ConfigError(
+            f"{replicate} does not divide the {strategy.data} data-parallel ranks of fsdp:{strategy}. "
+            f"Use one of {', '.join(map(str, divisors))}.",
+            key="fsdp.replicate",
         )
+
+
+def _is_no_hint(record: logging.LogRecord) -> bool:
+    """Not torch's advice on the mesh where a parameter that is split twice is gathered, in one step after the other."""
+    return "While redistributing" not in str(record.msg)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -76,6 +85,7 @@ def build_mesh(strategy: ParallelStrategy, replicate: int, device: torch.device)
     """
     if strategy.world_size == 1:
         return Mesh(device=device)
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_no_hint)
     sizes = (replicate, strategy.data // replicate, strategy.context, strategy.tensor)
     root = init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
     # Before any use of a submesh: the groups of flattened dimensions must be made in the same order everywhere.

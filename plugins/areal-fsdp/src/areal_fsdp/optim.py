@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from areal_core.api.configs import OptimizerConfig
-from areal_core.errors import ArealError, BadInputError
+from areal_core.errors import ArealError, ConfigError
 from areal_fsdp.low_precision import LowPrecisionAdamW
 from areal_fsdp.muon import Muon
 from areal_fsdp.schedules import Schedule
@@ -33,7 +33,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise BadInputError("optimizer: the model has no parameter that is trained.")
+        raise ConfigError("the model has no parameter that is trained.", key="optimizer")
+    if config.momentum is not None and config.type == "adamw":
+        raise ConfigError("is an option of sgd and muon. That of adamw is beta1.", key="optimizer.momentum")
     betas = (config.beta1, config.beta2)
     low_precision = _check_precision(config, trained)
     if config.type == "muon":
@@ -88,13 +90,15 @@ def _check_precision(config: OptimizerConfig, parameters: list[nn.Parameter]) ->
         return False
     key = "state_dtype" if config.state_dtype is not None else "rounding"
     if config.type != "adamw":
-        raise BadInputError(f"optimizer.{key}: is an option of type adamw, not of {config.type}.")
+        raise ConfigError(f"is an option of type adamw, not of {config.type}.", key=f"optimizer.{key}")
     has_bf16 = any(p.dtype == torch.bfloat16 for p in parameters)
     if config.rounding == "kahan" and not has_bf16:
-        raise BadInputError("optimizer.rounding: kahan compensates bfloat16 parameters. Set param_dtype to bfloat16.")
+        raise ConfigError(
+            "kahan compensates bfloat16 parameters. Set param_dtype to bfloat16.", key="optimizer.rounding"
+        )
     if config.rounding == "stochastic" and not has_bf16 and config.state_dtype != "bfloat16":
-        raise BadInputError(
-            "optimizer.rounding: nothing is bfloat16. Set param_dtype or optimizer.state_dtype to bfloat16."
+        raise ConfigError(
+            "nothing is bfloat16. Set param_dtype or optimizer.state_dtype to bfloat16.", key="optimizer.rounding"
         )
     return True
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from areal_core.api.configs import TrainEngineConfig
 from areal_core.api.vision import is_vision_language
-from areal_core.errors import BadInputError, did_you_mean
+from areal_core.errors import BadInputError, ConfigError, did_you_mean
 from areal_fsdp.attention import ATTENTION_NAME
 from areal_fsdp.config import FSDPConfig
 from areal_fsdp.loading import DTYPES
@@ -137,8 +137,9 @@ def _shard_dim(parameter: nn.Parameter, shards: int) -> Shard | None:
     if not (isinstance(placement, Shard) and placement.dim == 0 and size % parameter.device_mesh.size()):
         return None
     if parameter.ndim < 2 or parameter.shape[1] % shards:
-        raise BadInputError(
-            f"backend: t{parameter.device_mesh.size()} does not divide the vocabulary of {size} tokens, nor do the "
-            f"{shards} ranks that shard parameters divide the model's width. Use sizes of which one does."
+        raise ConfigError(
+            f"t{parameter.device_mesh.size()} does not divide the vocabulary of {size} tokens, nor do the "
+            f"{shards} ranks that shard parameters divide the model's width. Use sizes of which one does.",
+            key="backend",
         )
     return Shard(1)

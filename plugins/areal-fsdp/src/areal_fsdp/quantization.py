@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from areal_core.api.configs import TrainEngineConfig
-from areal_core.errors import BadInputError
+from areal_core.errors import BadInputError, ConfigError
 from areal_fsdp.config import FSDPConfig
 from areal_fsdp.mesh import Mesh
 
@@ -95,8 +95,9 @@ def use_float8(model: nn.Module, recipe: Float8) -> None:
         return module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
 
     if not any(chosen(module, name) for name, module in model.named_modules()):
-        raise BadInputError(
-            f"fsdp.float8: no hidden linear layer of this model has sizes that are multiples of {_MULTIPLE}. Use none."
+        raise ConfigError(
+            f"no hidden linear layer of this model has sizes that are multiples of {_MULTIPLE}. Use none.",
+            key="fsdp.float8",
         )
     convert_to_float8_training(model, module_filter_fn=chosen, config=config)
 

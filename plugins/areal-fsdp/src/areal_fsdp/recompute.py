@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from areal_core.errors import BadInputError
+from areal_core.errors import ConfigError
 
 #: Products of matrices and attention: nearly all of the arithmetic, and not much of the memory.
 _KEPT_OPS = frozenset(
@@ -48,8 +48,8 @@ def enable_recomputation(
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
     except ValueError as error:
-        raise BadInputError(
-            f"gradient_checkpointing: {type(model).__name__} does not support it ({error}). Use none."
+        raise ConfigError(
+            f"{type(model).__name__} does not support it ({error}). Use none.", key="gradient_checkpointing"
         ) from error
     if mode == "selective" and selection == "layers":
         for index, layer in enumerate(_layers(model)):

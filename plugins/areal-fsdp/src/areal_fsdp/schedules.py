@@ -8,7 +8,7 @@ import torch
 
 from areal_core.api.configs import OptimizerConfig
 from areal_core.api.io_struct import FinetuneSpec
-from areal_core.errors import BadInputError
+from areal_core.errors import ConfigError
 
 
 class Schedule:
@@ -31,9 +31,10 @@ class Schedule:
             config.warmup_steps == 0 and config.warmup_steps_proportion > 0
         )
         if needs_total and ft_spec is None:
-            raise BadInputError(
-                f"optimizer.lr_scheduler_type: {config.lr_scheduler_type!r} needs the number of training steps; "
-                "initialize the engine with a FinetuneSpec."
+            raise ConfigError(
+                f"{config.lr_scheduler_type!r} needs the number of training steps; "
+                "initialize the engine with a FinetuneSpec.",
+                key="optimizer.lr_scheduler_type",
             )
         self.optimizer, self.config = optimizer, config
         self.total = ft_spec.total_steps if ft_spec is not None else 0

@@ -119,7 +119,8 @@ class Scorer(nn.Module):
             out, entropy = self.model.score(selected)[:, 0].float(), None
         else:
             out, entropy = self._logprobs(selected, targets, with_entropy)
-        return (out * 0, entropy) if empty else (out, entropy)
+        # A copy: FSDP puts a hook on the output, and warns of a view.
+        return out * 0 if empty else out.clone(), entropy
 
     def _packed_hidden(self, inputs: ModelInput) -> torch.Tensor:
         plan = inputs.plan if self.ulysses is None else attrs.evolve(inputs.plan, ulysses=self.ulysses)

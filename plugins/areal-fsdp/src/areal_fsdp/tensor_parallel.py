@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from areal_core.errors import BadInputError
+from areal_core.errors import BadInputError, ConfigError
 from areal_fsdp.exchange import copy_to_group, gather_rows, reduce_from_group, scatter_rows
 from areal_fsdp.vocab_parallel import vocab_range
 
@@ -145,14 +145,15 @@ class _Parallelizer:
                 if pattern.fullmatch(name) is None or modules.get(name) is self.model.get_input_embeddings():
                     continue
                 if style not in _STYLES or name not in modules:
-                    raise BadInputError(
-                        f"backend: tensor parallelism of model type {self.kind!r} needs the style {style!r} (for "
-                        f"{entry}), which the fsdp engine does not have; it has {', '.join(_STYLES)}. {_ADVICE}."
+                    raise ConfigError(
+                        f"tensor parallelism of model type {self.kind!r} needs the style {style!r} (for "
+                        f"{entry}), which the fsdp engine does not have; it has {', '.join(_STYLES)}. {_ADVICE}.",
+                        key="backend",
                     )
                 found.append((modules[name], style))
         if not found:
-            raise BadInputError(
-                f"backend: no layer of model type {self.kind!r} matches its tensor-parallel plan. {_ADVICE}."
+            raise ConfigError(
+                f"no layer of model type {self.kind!r} matches its tensor-parallel plan. {_ADVICE}.", key="backend"
             )
         return found
 
@@ -162,9 +163,10 @@ class _Parallelizer:
             members.setdefault(self.names[id(module)].rpartition(".")[0], set()).add(style)
         for name, inside in members.items():
             if not {"colwise", "rowwise"} <= inside:
-                raise BadInputError(
-                    f"backend: {name} of model type {self.kind!r} has only {' and '.join(sorted(inside))} layers in "
-                    f"the tensor-parallel plan; a block needs colwise and rowwise ones. {_ADVICE}."
+                raise ConfigError(
+                    f"{name} of model type {self.kind!r} has only {' and '.join(sorted(inside))} layers in "
+                    f"the tensor-parallel plan; a block needs colwise and rowwise ones. {_ADVICE}.",
+                    key="backend",
                 )
         return [self.model.get_submodule(name) for name in members]
 
@@ -177,16 +179,18 @@ class _Parallelizer:
                 continue
             name = self.names[id(module)]
             if name.startswith(within):
-                raise BadInputError(
-                    f"backend: the tensor-parallel plan of model type {self.kind!r} says nothing of {name}.{own[0]}, "
-                    f"which lies inside a split block. {_ADVICE}."
+                raise ConfigError(
+                    f"the tensor-parallel plan of model type {self.kind!r} says nothing of {name}.{own[0]}, "
+                    f"which lies inside a split block. {_ADVICE}.",
+                    key="backend",
                 )
             is_head = after_gather is not None and (name == "score" or name.startswith("score."))
             partial = self.sequence_parallel and not is_head
             if partial and "Norm" not in type(module).__name__:
-                raise BadInputError(
-                    f"fsdp.sequence_parallel: {name} of model type {self.kind!r} is no norm, so it is not known to "
-                    "work on a part of the tokens. Set it to false."
+                raise ConfigError(
+                    f"{name} of model type {self.kind!r} is no norm, so it is not known to "
+                    "work on a part of the tokens. Set it to false.",
+                    key="fsdp.sequence_parallel",
                 )
             self._place(module, {n: Replicate() for n in own})
             _run_locally(module, Partial() if partial else None)
@@ -265,9 +269,10 @@ class _Parallelizer:
 
     def _vocab_embedding(self, module: Any) -> None:
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
-            raise BadInputError(
-                f"backend: the input embedding of model type {self.kind!r} is a {type(module).__name__}, which tensor "
-                f"parallelism cannot split. {_ADVICE}."
+            raise ConfigError(
+                f"the input embedding of model type {self.kind!r} is a {type(module).__name__}, which tensor "
+                f"parallelism cannot split. {_ADVICE}.",
+                key="backend",
             )
         start, end = vocab_range(module.weight.shape[0], self.rank, self.ranks)
         self._place(module, {"weight": Shard(0)})
@@ -295,13 +300,14 @@ class _Parallelizer:
         name = self.names.get(id(module), type(module).__name__)
         weight = getattr(module, "weight", None)
         if not isinstance(module, nn.Linear) or weight is None:
-            raise BadInputError(
-                f"backend: tensor parallelism cannot split {name}, a {type(module).__name__}; only linear layers. "
-                f"{_ADVICE}."
+            raise ConfigError(
+                f"tensor parallelism cannot split {name}, a {type(module).__name__}; only linear layers. {_ADVICE}.",
+                key="backend",
             )
         if even and weight.shape[dim] % self.ranks:
-            raise BadInputError(
-                f"backend: t{self.ranks} cannot split the {weight.shape[dim]} features of {name} evenly. {_ADVICE}."
+            raise ConfigError(
+                f"t{self.ranks} cannot split the {weight.shape[dim]} features of {name} evenly. {_ADVICE}.",
+                key="backend",
             )
 
     def _place(self, module: nn.Module, placements: dict[str, Placement]) -> None:

@@ -182,10 +182,12 @@ class DecodePass:
         self.cache, self.dtype = cache, dtype
         self.host_positions = positions.copy()
         self.positions = torch.from_numpy(self.host_positions.copy()).to(cache.device)
-        self.batch, self.capacity = len(positions), cache.capacity
+        self.batch, self.capacity, self.generation = len(positions), cache.capacity, cache.generation
         self._index = torch.arange(self.capacity, device=cache.device)
         self._lanes = torch.arange(self.batch, device=cache.device)
-        self._buckets: list[tuple[int, int]] | None = None
+        self._buckets: list[tuple[int, int]] = []
+        self._sizes: list[int] = []
+        self._views: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
         self._masks: dict[int | None, torch.Tensor] = {}
         self._targets: dict[int, torch.Tensor] = {}
 
@@ -193,12 +195,13 @@ class DecodePass:
         """Go on to ``positions`` if they are the next ones of the same rows; False if they are not."""
         if (
             len(positions) != self.batch
-            or self.cache.capacity != self.capacity
+            or self.cache.generation != self.generation
             or not np.array_equal(positions, self.host_positions + 1)
         ):
             return False
         self.host_positions += 1
         self.positions.add_(1)
+        self._measure()
         for targets in self._targets.values():
             targets.add_(1)
         full = self._masks.pop(None, None)
@@ -207,7 +210,33 @@ class DecodePass:
             # One more token of each row is visible.
             full.view(-1).index_fill_(0, self._lanes * self.capacity + self.positions, 0.0)
             self._masks[None] = full
+        else:
+            self._views.clear()
         return True
+
+    def _measure(self) -> None:
+        """Bucket sizes; kernels on CUDA want aligned masks, and the mask hides the surplus."""
+        longest = [int(self.host_positions[start:stop].max()) + 1 for start, stop in self._buckets]
+        sizes = [min(self.capacity, -(-length // 16) * 16) for length in longest]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._views.clear()
+
+    def _layer_views(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, window: int | None
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Keys, values and mask of each bucket; the same tensors serve several steps."""
+        if not self._buckets:
+            self._buckets = self._split(keys, values)
+            self._measure()
+        found = self._views.get(layer)
+        if found is None or window is not None:
+            mask = self._mask(window)
+            found = self._views[layer] = [
+                (keys[start:stop, :, :size], values[start:stop, :, :size], mask[start:stop, ..., :size])
+                for (start, stop), size in zip(self._buckets, self._sizes, strict=True)
+            ]
+        return found
 
     def _mask(self, window: int | None) -> torch.Tensor:
         """Additive ``[B, 1, 1, capacity]``: 0 at the tokens that are visible."""
@@ -238,17 +267,11 @@ class DecodePass:
         targets = (self._flat_targets(kv_heads),)
         all_keys.view(-1, all_keys.shape[3]).index_put_(targets, key)
         all_values.view(-1, all_values.shape[3]).index_put_(targets, value)
-        if self._buckets is None:
-            self._buckets = self._split(all_keys, all_values)
-        mask = self._mask(window)
+        found = self._layer_views(layer, all_keys, all_values, window)
         # The query heads of one key head stand in for query positions: no key is repeated.
         query = query.unflatten(1, (kv_heads, heads // kv_heads))
-        outputs = []
-        for start, stop in self._buckets:
-            # Kernels on CUDA want aligned masks; the mask hides the surplus.
-            size = min(self.capacity, -(-int(self.host_positions[start:stop].max() + 1) // 16) * 16)
-            k, v = all_keys[start:stop, :, :size], all_values[start:stop, :, :size]
-            outputs.append(_attention(query[start:stop], k, v, mask[start:stop, ..., :size], scale, softcap))
+        queries = [query[start:stop] for start, stop in self._buckets] if len(self._buckets) > 1 else [query]
+        outputs = [_attention(q, *views, scale, softcap) for q, views in zip(queries, found, strict=True)]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.reshape(self.batch, heads, out.shape[3])
 

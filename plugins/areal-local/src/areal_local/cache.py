@@ -19,6 +19,8 @@ class KVCache:
         self.rows = 0
         self.capacity = 0
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.generation = 0
+        """Grows whenever the storage is replaced."""
 
     def reserve(self, rows: int, capacity: int, max_rows: int) -> None:
         """Make room for ``rows`` sequences of ``capacity`` tokens; what is stored stays."""
@@ -36,6 +38,7 @@ class KVCache:
                 self._grown(values, new_rows, new_capacity),
             )
         self.rows, self.capacity = new_rows, new_capacity
+        self.generation += 1
 
     @staticmethod
     def _grown(old: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
@@ -64,3 +67,4 @@ class KVCache:
         """Give the memory back."""
         self.layers.clear()
         self.rows = self.capacity = 0
+        self.generation += 1

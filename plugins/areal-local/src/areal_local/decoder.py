@@ -27,6 +27,8 @@ from areal_local.llama import LlamaNetwork
 
 _logger = getLogger("LocalDecoder")
 
+#: Activations of more tokens than this leave the caches of a CPU, and larger products are no faster.
+_CPU_PREFILL_TOKENS = 1024
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
@@ -122,11 +124,12 @@ class SlottedDecoder:
     def prefill(self, sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], capacity: int) -> torch.Tensor:
         self._reserve(1 + max(map(max, rows)), max(capacity, max(map(len, sequences))))
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        most = self.prefill_tokens if self.device.type != "cpu" else min(self.prefill_tokens, _CPU_PREFILL_TOKENS)
         logits: list[torch.Tensor] = []
         chunk: list[int] = []
         size = 0
         for i in order:
-            if chunk and size + len(sequences[i]) > self.prefill_tokens:
+            if chunk and size + len(sequences[i]) > most:
                 logits.append(self._prefill_chunk(chunk, sequences, rows))
                 chunk, size = [], 0
             chunk.append(i)

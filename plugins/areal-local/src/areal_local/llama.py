@@ -1,7 +1,7 @@
 """The forward pass of Llama and its near relatives, written for few calls of torch per token.
 
 The modules of transformers spend most of a decoding step of a small model between kernels. This file runs the same
-arithmetic on the same parameters (nothing is copied but the norms of query and key heads), into buffers that are used
+arithmetic on the same parameters (nothing is copied but the norms' weights), into buffers that are used
 again. ``make_decoder`` compares it with the model's own forward before it is used.
 """
 
@@ -78,14 +78,28 @@ class Projection:
             residual.add_(bias)
 
 
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """``F.rms_norm`` over the last dimension; in fp32 on a CPU by fewer kernels than torch takes there."""
-    size = hidden.shape[-1]
-    if hidden.dtype != torch.float32 or hidden.device.type != "cpu":
-        return F.rms_norm(hidden, (size,), weight, eps)
-    norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-    scaled = hidden * norm.square_().mul_(1 / size).add_(eps).rsqrt_()
-    return scaled if weight is None else scaled.mul_(weight)
+class RMSNorm:
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension (Zhang & Sennrich, 2019, equation 4).
+
+    In fp32 on a CPU by four kernels: x / sqrt(sum(x^2) + size * eps), times weight * sqrt(size).
+
+    Args:
+        weight: ``[size]``, or with more dimensions in front, as the input has.
+        eps: as in the formula.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight, self.eps, self.size = weight.detach(), eps, weight.shape[-1]
+        self.fast = weight.dtype == torch.float32 and weight.device.type == "cpu"
+        if self.fast:
+            self._scaled = self.weight * self.size**0.5
+            self._floor = torch.full((), (self.size * eps) ** 0.5)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self.fast:
+            return F.rms_norm(hidden, (self.size,), None, self.eps).mul_(self.weight)
+        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        return torch.div(hidden, norm.hypot_(self._floor)).mul_(self._scaled)
 
 
 @attrs.frozen
@@ -93,11 +107,11 @@ class _Layer:
     index: int
     window: int | None
     scale: float
-    norm_in: torch.Tensor
+    norm_in: RMSNorm
     qkv: Projection
-    norm_qk: torch.Tensor | None
+    norm_qk: RMSNorm | None
     out: Projection
-    norm_mlp: torch.Tensor
+    norm_mlp: RMSNorm
     gate_up: Projection
     down: Projection
 
@@ -137,7 +151,7 @@ class LlamaNetwork:
         # They may be on another device than before.
         self._scratch, self._views = {}, ()
         self.embedding = model.model.embed_tokens.weight.detach()
-        self.norm = model.model.norm.weight.detach()
+        self.norm = RMSNorm(model.model.norm.weight, self.eps)
         self.head = Projection([_linear(model.lm_head)])
         self.layers = [self._layer(index, layer) for index, layer in enumerate(model.model.layers)]
 
@@ -146,16 +160,17 @@ class LlamaNetwork:
         norm_qk = None
         if hasattr(attention, "q_norm"):
             q_norm, k_norm = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
-            norm_qk = torch.cat((q_norm.expand(self.heads, -1), k_norm.expand(self.kv_heads, -1)))
+            both = torch.cat((q_norm.expand(self.heads, -1), k_norm.expand(self.kv_heads, -1)))
+            norm_qk = RMSNorm(both, self.eps)
         return _Layer(
             index,
             self.windows[index],
             attention.scaling,
-            layer.input_layernorm.weight.detach(),
+            RMSNorm(layer.input_layernorm.weight, self.eps),
             Projection([_linear(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]),
             norm_qk,
             Projection([_linear(attention.o_proj)]),
-            layer.post_attention_layernorm.weight.detach(),
+            RMSNorm(layer.post_attention_layernorm.weight, self.eps),
             Projection([_linear(module) for module in (mlp.gate_proj, mlp.up_proj)]),
             Projection([_linear(mlp.down_proj)]),
         )
@@ -212,22 +227,20 @@ class LlamaNetwork:
         cos, sin_low, sin_high = rope.split((2 * half, half, half), dim=-1)
         hidden = F.embedding(tokens, self.embedding)
         for layer in self.layers:
-            layer.qkv.into(qkv, rms_norm(hidden, layer.norm_in, self.eps))
-            plain = qk
-            if layer.norm_qk is not None:
-                plain = rms_norm(qk, None, self.eps).mul_(layer.norm_qk)
+            layer.qkv.into(qkv, layer.norm_in(hidden))
+            plain = qk if layer.norm_qk is None else layer.norm_qk(qk)
             torch.mul(plain, cos, out=rotated)
             rotated_low.addcmul_(plain[..., half:], sin_low)
             rotated_high.addcmul_(plain[..., :half], sin_high)
             seen = current.attend(layer.index, query, key, value, layer.scale, layer.window, None)
             layer.out.add_to(hidden, seen.view(len(tokens), -1))
-            layer.gate_up.into(gate_up, rms_norm(hidden, layer.norm_mlp, self.eps))
+            layer.gate_up.into(gate_up, layer.norm_mlp(hidden))
             torch.ops.aten.silu.out(gate, out=gated)
             layer.down.add_to(hidden, gated.mul_(up))
         if keep is not None:
             hidden = hidden.index_select(0, keep)
         out = hidden.new_empty(len(hidden), self.head.width)
-        self.head.into(out, rms_norm(hidden, self.norm, self.eps))
+        self.head.into(out, self.norm(hidden))
         return out
 
 

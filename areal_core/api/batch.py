@@ -135,11 +135,14 @@ class TokenOutput:
         logprobs: fp32 ``[T]``: log-prob of token ``i`` (see ``io_struct``) where ``loss_mask[i]``, else 0.
         entropy: fp32 ``[T]`` or None: entropy in nats of the distribution that token ``i`` was drawn from.
         values: fp32 ``[T]`` or None: a critic's value of the state *before* token ``i``.
+        of_logits: fp32 ``[T]`` or None: what a ``logits_fn`` (see ``TrainEngine.train_batch``) gave where
+            ``loss_mask[i]``, else 0.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    of_logits: torch.Tensor | None = None
 
 
 @attrs.frozen(eq=False)

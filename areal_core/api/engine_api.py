@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 #: ``loss_fn(output, micro_batch) -> LossOutput`` whose ``loss`` is a sum over the micro-batch.
 LossFn = Callable[[TokenOutput, PackedBatch], LossOutput]
+#: ``logits_fn(micro_batch, logits, index)``: one number for each of some tokens, fp32 ``[C]``, of their logits over the
+#: temperature, fp32 ``[C, V]``; ``index`` int64 ``[C]`` is where they stand in the micro-batch.
+LogitsFn = Callable[[PackedBatch, "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 #: ``loss_weight_fn(micro_batch) -> scalar tensor``: what the micro-batch counts for, e.g. its number of loss tokens.
 LossWeightFn = Callable[[PackedBatch], "torch.Tensor"]
 
@@ -148,7 +151,13 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def train_batch(
-        self, batch: PackedBatch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, with_entropy: bool = False
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        with_entropy: bool = False,
+        logits_fn: LogitsFn | None = None,
     ) -> dict[str, float]:
         """One optimizer step on the sum of all ranks' shards.
 
@@ -159,6 +168,8 @@ class TrainEngine(abc.ABC):
             batch: this data-parallel rank's shard.
             loss_fn: sum-loss of one micro-batch; may ask for entropy with ``with_entropy``.
             loss_weight_fn: its weight.
+            logits_fn: a function of the logits over the whole vocabulary, of which only a chunk of tokens exists at a
+                time; its results are ``TokenOutput.of_logits``, with gradient. An engine may refuse it.
 
         Returns:
             ``loss``, ``grad_norm``, ``lr``, ``update_skipped`` (0 or 1), the loss function's stats, and its maxima as
@@ -167,13 +178,34 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def eval_batch(
-        self, batch: PackedBatch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, with_entropy: bool = False
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        with_entropy: bool = False,
+        logits_fn: LogitsFn | None = None,
     ) -> dict[str, float]:
         """As ``train_batch``, without gradient or step: ``loss`` and the stats."""
 
     @abc.abstractmethod
     def forward(self, batch: PackedBatch, *, with_entropy: bool = False) -> TokenOutput:
         """Log-probs (critics: values) of this rank's shard, aligned with its tokens, no gradient."""
+
+    def hidden_states(self, batch: PackedBatch) -> torch.Tensor:
+        """``[T, H]``: the state that each trained token of this rank's shard is predicted from, no gradient.
+
+        Raises:
+            BadInputError: if the engine cannot give it.
+        """
+        raise BadInputError(f"{type(self).__name__} gives no hidden states; use another engine, such as fsdp.")
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 ``[S, V]``: the logits, over the temperature, of some of the ``hidden_states`` ``[S, H]``; no gradient.
+
+        Every rank has called ``hidden_states`` before; this call is local.
+        """
+        raise BadInputError(f"{type(self).__name__} gives no logits; use another engine, such as fsdp.")
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Within it, the model is the one that its LoRA adapter was added to: the reference, without a second copy.

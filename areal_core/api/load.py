@@ -14,6 +14,7 @@ from typing import Any
 
 from areal_core.api.alloc import parse_backend
 from areal_core.api.configs import AlgorithmConfig, RLConfig, SFTConfig
+from areal_core.api.distill_config import DistillConfig
 from areal_core.api.preference_configs import DPOConfig, RWConfig
 from areal_core.config import classes
 from areal_core.config.compose import build, resolve, with_defaults
@@ -22,12 +23,18 @@ from areal_core.config.problems import ConfigErrors, Problem, raise_problems, wh
 from areal_core.errors import BadInputError, ConfigError, PluginError, did_you_mean
 from areal_core.plugins import PluginManager, get_plugin_manager
 
-RunConfigType = RLConfig | SFTConfig | RWConfig | DPOConfig
+RunConfigType = RLConfig | SFTConfig | RWConfig | DPOConfig | DistillConfig
 
 #: The configuration class of each ``trainer:``.
-TRAINER_CONFIGS: dict[str, type] = {"rl": RLConfig, "sft": SFTConfig, "rw": RWConfig, "dpo": DPOConfig}
+TRAINER_CONFIGS: dict[str, type] = {
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "rw": RWConfig,
+    "dpo": DPOConfig,
+    "distill": DistillConfig,
+}
 
-_BACKENDS = ("actor", "ref", "critic", "rollout")
+_BACKENDS = ("actor", "ref", "critic", "teacher", "rollout")
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = (), manager: PluginManager | None = None) -> RunConfigType:
@@ -134,7 +141,7 @@ def _presets(cls: type, document: Document, manager: PluginManager) -> Document:
 def _check_sections(config: RunConfigType, document: Document) -> None:
     """What the classes of single sections cannot see."""
     problems = []
-    if isinstance(config, RLConfig):
+    if isinstance(config, RLConfig | DistillConfig):
         try:
             _ = config.reward_sections
         except ConfigError as error:
@@ -157,3 +164,6 @@ def _set_internal(config: RunConfigType) -> None:
         for model in (config.actor, config.ref, config.critic):
             if model is not None:
                 model.temperature = config.gconfig.effective_temperature
+    if isinstance(config, DistillConfig):
+        for model in (config.actor, config.teacher):
+            model.temperature = config.gconfig.effective_temperature

@@ -109,7 +109,7 @@ def _load(
         if chosen is None:
             raise BadInputError(f"{config_path}: has no section {section}. Add it, or preview train_dataset.")
         dataset = attrs.evolve(chosen, path=path or chosen.path, split=split or chosen.split)
-        form = kind or loaded.trainer
+        form = kind or ("rl" if loaded.trainer == "distill" else loaded.trainer)
         if tokenizer is None:
             tokenizer = _tokenizer_of(loaded, required=dataset.max_length is not None)
     literal: Literal["rl", "sft", "rw", "dpo"] = form  # type: ignore[assignment]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from areal_core.api.configs import RLConfig
+from areal_core.api.distill_config import DistillConfig
 from areal_core.api.io_struct import GenerationHyperparameters
 from areal_core.config.plain import plugin_keywords
 from areal_core.data.processor import load_processor
@@ -15,7 +16,7 @@ from areal_core.rollout.rewards import PluginLoader, Reward, build_rewards
 
 
 def build_workflow(
-    config: RLConfig,
+    config: RLConfig | DistillConfig,
     tokenizer: Any,
     manager: PluginLoader,
     gconfig: GenerationHyperparameters,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from areal_core.api.configs import RewardConfig, RLConfig
+from areal_core.api.distill_config import DistillConfig
 from areal_core.api.reward_api import AsyncRewardWrapper, RewardError, Score
 from areal_core.api.reward_worker import LARGEST
 from areal_core.config.plain import plugin_keywords
@@ -116,6 +117,13 @@ class NoReward:
         """Nothing to end."""
 
 
+class UnscoredReward(NoReward):
+    """Stands for the reward of a run that does not learn from any: everything scores 0."""
+
+    async def __call__(self, *args: Any, **data: Any) -> float:
+        return 0.0
+
+
 #: What a workflow is given as ``reward_fn``.
 Reward = ScoredReward | CombinedReward | NoReward
 
@@ -145,7 +153,7 @@ def build_reward(config: RewardConfig, manager: PluginLoader, *, key: str = "rew
     )
 
 
-def build_rewards(config: RLConfig, manager: PluginLoader) -> Reward:
+def build_rewards(config: RLConfig | DistillConfig, manager: PluginLoader) -> Reward:
     """What scores a completion as ``config`` says; ``destroy`` it at the end.
 
     Raises:
@@ -155,7 +163,7 @@ def build_rewards(config: RLConfig, manager: PluginLoader) -> Reward:
     sections = config.reward_sections
     made = {key: ScoredReward(build_reward(section, manager, key=key), section) for key, section in sections.items()}
     if not made:
-        return NoReward()
+        return UnscoredReward() if isinstance(config, DistillConfig) else NoReward()
     if "reward" in made:
         return made["reward"]
     return CombinedReward({key.partition(".")[2]: reward for key, reward in made.items()})

@@ -47,7 +47,7 @@ MAY_DIFFER = (
     "num_threads",
 )
 #: Keys of backend strings whose sizes (after the colon) may change, but not the engine's name.
-MESH_MAY_DIFFER = ("actor.backend", "critic.backend", "ref.backend", "rollout.backend")
+MESH_MAY_DIFFER = ("actor.backend", "critic.backend", "ref.backend", "teacher.backend", "rollout.backend")
 _MOST_DIFFERENCES_SHOWN = 20
 _STEP = re.compile(r"\D*(\d+)")
 

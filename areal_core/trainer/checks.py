@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_core.api.configs import BaseTrainerConfig, RLConfig, TrainEngineConfig
+from areal_core.api.distill_config import DistillConfig
 from areal_core.api.preference_configs import DPOConfig, RWConfig
 from areal_core.errors import ConfigError
 
@@ -42,6 +43,8 @@ def check_run(config: BaseTrainerConfig, world_size: int) -> None:
         raise ConfigError("is missing, but `evaluation` asks for a held-out split.", key="valid_dataset")
     if isinstance(config, DPOConfig):
         _check_dpo(config)
+    if isinstance(config, DistillConfig):
+        _check_distill(config)
     if isinstance(config, RWConfig):
         lora = config.actor.lora
         if lora is not None and "score" not in lora.modules_to_save:
@@ -67,6 +70,27 @@ def _check_dpo(config: DPOConfig) -> None:
         )
     if config.loss == "ipo" and config.label_smoothing:
         raise ConfigError("belongs to `loss: sigmoid`; with ipo use 0.", key="label_smoothing")
+
+
+def _check_distill(config: DistillConfig) -> None:
+    if config.teacher.optimizer is not None:
+        raise ConfigError("a teacher is not trained; leave its optimizer out.", key="teacher.optimizer")
+    for key, model in (("actor", config.actor), ("teacher", config.teacher)):
+        if model.init_from_scratch:
+            raise ConfigError(
+                "distill needs models that already write text; train them first with `trainer: sft`.",
+                key=f"{key}.init_from_scratch",
+            )
+        mesh = model.parsed_backend.parallel
+        if mesh.data != mesh.world_size:
+            raise ConfigError(
+                f"{mesh}: a loss over the whole vocabulary needs a mesh with d alone, such as fsdp:d2.",
+                key=f"{key}.backend",
+            )
+    if config.gconfig.is_greedy:
+        raise ConfigError(
+            "training needs samples, but decoding is greedy. Set gconfig.temperature > 0.", key="gconfig.temperature"
+        )
 
 
 def check_rl(config: RLConfig, algorithm: Algorithm) -> None:
@@ -116,7 +140,7 @@ def check_rl(config: RLConfig, algorithm: Algorithm) -> None:
 
 
 def _train_engines(config: BaseTrainerConfig) -> Iterator[tuple[str, TrainEngineConfig]]:
-    for key in ("actor", "ref", "critic"):
+    for key in ("actor", "ref", "critic", "teacher"):
         engine = getattr(config, key, None)
         if isinstance(engine, TrainEngineConfig):
             yield key, engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from areal_core.api.distill_config import DistillConfig
 from areal_core.api.io_struct import GenerationHyperparameters
 from areal_core.data.loader import DataLoader
 from areal_core.data.packing import pack_trajectories, reward_labels
@@ -37,7 +38,7 @@ class Rollouts:
 
     def __init__(
         self,
-        config: RLConfig,
+        config: RLConfig | DistillConfig,
         engine: InferenceEngine,
         tokenizer: Any,
         train_rows: Sequence[dict[str, Any]] | None,
@@ -127,6 +128,7 @@ class Rollouts:
         }
 
     def _nothing_varies(self, error: NoGroupPassed) -> ArealError:
+        assert not isinstance(self.config, DistillConfig), "only an algorithm filters groups"
         name = self.config.algorithm.name
         return ArealError(
             f"{name} accepted none of the {error.tried} groups of {self.config.gconfig.n_samples} samples that were "
@@ -141,19 +143,23 @@ class Rollouts:
 
     def evaluate(self, step: int, stats: StatsTracker) -> bool:
         """Score the held-out rows with the current weights. False if the run was asked to stop."""
+        return self.play_eval(step, stats) is not None
+
+    def play_eval(self, step: int, stats: StatsTracker) -> Sequence[Trajectory] | None:
+        """As ``evaluate``: what was played, or None if the run was asked to stop."""
         if not self.eval_rows:
-            return True
+            return []
         self._step = step
         try:
             result = self.controller.evaluate(
                 self.eval_rows, workflow=self.eval_workflow, group_size=self.eval_gconfig.n_samples
             )
         except RolloutInterrupted:
-            return False
+            return None
         stats.scalars(result.stats)
         # Read here, they do not count into the next step, which a resumed run could not repeat.
         stats.scalars(self.engine.export_stats(), "eval/engine")
-        return True
+        return result.trajectories
 
     def pause(self) -> None:
         """No token is computed until ``resume``."""

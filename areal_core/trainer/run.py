@@ -101,6 +101,7 @@ def _build(
     config: BaseTrainerConfig, world: World, manager: PluginManager, session: RunSession | None, stop: StopSignal
 ) -> Trainer:
     from areal_core.api.configs import RLConfig, SFTConfig
+    from areal_core.api.distill_config import DistillConfig
     from areal_core.api.preference_configs import DPOConfig, RWConfig
 
     if isinstance(config, RLConfig):
@@ -119,6 +120,10 @@ def _build(
         from areal_core.trainer.dpo import DPOTrainer
 
         return DPOTrainer(config, world, manager, session, stop)
+    if isinstance(config, DistillConfig):
+        from areal_core.trainer.distill import DistillTrainer
+
+        return DistillTrainer(config, world, manager, session, stop)
     raise BadInputError(f"trainer: no trainer for a {type(config).__name__}")
 
 

@@ -67,7 +67,7 @@ def test_load_when_trainer_is_unknown_lists_them(
 def test_load_when_trainer_is_missing_says_what_there_is(run_yaml: Path, manager: PluginManager) -> None:
     run_yaml.write_text(RL.replace("trainer: rl\n", ""))
 
-    assert problem(run_yaml, manager) == f"{run_yaml}: trainer: is required: one of rl, sft, rw, dpo"
+    assert problem(run_yaml, manager) == f"{run_yaml}: trainer: is required: one of rl, sft, rw, dpo, distill"
 
 
 def test_load_when_overridden_takes_the_last_override(run_yaml: Path, manager: PluginManager) -> None:

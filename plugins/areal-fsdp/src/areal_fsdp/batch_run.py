@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
-from areal_core.api.engine_api import LossFn, LossWeightFn
+from areal_core.api.engine_api import LogitsFn, LossFn, LossWeightFn
 from areal_core.data.microbatch import split_by_tokens
 from areal_fsdp import comm
 from areal_fsdp.exchange import reduce_from_group
@@ -80,8 +81,9 @@ class BatchRun:
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
         with_entropy: bool,
+        logits_fn: LogitsFn | None = None,
     ) -> None:
-        self.engine, self.loss_fn, self.with_entropy = engine, loss_fn, with_entropy
+        self.engine, self.loss_fn, self.with_entropy, self.logits_fn = engine, loss_fn, with_entropy, logits_fn
         self.group, self.device = engine.mesh.dp_group, engine.device
         self.model_tokens = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -117,17 +119,21 @@ class BatchRun:
         """The micro-batch's share of the loss of the whole batch; its numbers are added to the sums."""
         scorer = self.engine.ready()
         critic = scorer.is_critic
-        values, entropies = scorer(inputs, self.with_entropy and not critic)
+        chunk_fn = None
+        if self.logits_fn is not None and not inputs.is_dummy:
+            chunk_fn = functools.partial(self.logits_fn, micro_batch)
+        values, extra = scorer(inputs, self.with_entropy and not critic, logits_fn=chunk_fn)
         if inputs.is_dummy:
             return values.sum()
         out = all_tokens(self.engine, micro_batch, inputs, values)
-        entropy = all_tokens(self.engine, micro_batch, inputs, entropies)
+        more = all_tokens(self.engine, micro_batch, inputs, extra)
         assert out is not None
-        output = (
-            TokenOutput(logprobs=torch.zeros_like(out), values=out)
-            if critic
-            else TokenOutput(logprobs=out, entropy=entropy)
-        )
+        if critic:
+            output = TokenOutput(logprobs=torch.zeros_like(out), values=out)
+        elif self.logits_fn is not None:
+            output = TokenOutput(logprobs=out, of_logits=torch.zeros_like(out) if more is None else more)
+        else:
+            output = TokenOutput(logprobs=out, entropy=more)
         with torch.autocast(self.device.type, enabled=False):
             loss_output: LossOutput = self.loss_fn(output, micro_batch)
         self.loss_sum += loss_output.loss.detach()
@@ -187,6 +193,25 @@ def forward_batch(engine: FSDPEngine, batch: PackedBatch, *, with_entropy: bool)
     if engine.is_critic:
         return TokenOutput(logprobs=torch.zeros_like(out), values=out)
     return TokenOutput(logprobs=out, entropy=entropy)
+
+
+@torch.no_grad()
+def hidden_batch(engine: FSDPEngine, batch: PackedBatch) -> torch.Tensor:
+    """``[T, H]``: of each predicted token of this rank's shard, the state that predicts it; 0 for the others."""
+    scorer = engine.ready()
+    out: torch.Tensor | None = None
+    with autocast(engine):
+        parts = split(engine, batch.to("cpu"))
+        micro_batches = [micro_batch for _, micro_batch in parts]
+        for (indices, _), inputs in zip(parts, model_inputs(engine, micro_batches), strict=True):
+            hidden, _ = scorer(inputs, hidden_only=True)
+            if out is None:
+                out = hidden.new_zeros(batch.num_tokens, hidden.shape[-1])
+            if not inputs.is_dummy:
+                at = _token_places(batch, indices, engine.device)[inputs.token_index]
+                out[at] = hidden[: len(at)]
+    assert out is not None, "there is always a micro-batch"
+    return out
 
 
 def _token_places(batch: PackedBatch, indices: list[int], device: torch.device) -> torch.Tensor:

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from areal_core.api.alloc import ParallelStrategy
 from areal_core.api.batch import PackedBatch, TokenOutput
 from areal_core.api.configs import TrainEngineConfig
-from areal_core.api.engine_api import InferenceEngine, LossFn, LossWeightFn, TrainEngine
+from areal_core.api.engine_api import InferenceEngine, LogitsFn, LossFn, LossWeightFn, TrainEngine
 from areal_core.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from areal_core.errors import ArealError, BadInputError, section
 from areal_core.logging import getLogger
 from areal_fsdp import comm, loading, lora, storage, weight_update
 from areal_fsdp.background import BackgroundSave
-from areal_fsdp.batch_run import BatchRun, forward_batch
+from areal_fsdp.batch_run import BatchRun, autocast, forward_batch, hidden_batch
 from areal_fsdp.config import FSDPConfig
 from areal_fsdp.convert import convert
 from areal_fsdp.grad_norm import clip_gradients, grad_norm
@@ -215,13 +216,19 @@ class FSDPEngine(TrainEngine):
     # --------------------------------------------------------------------------------------- training, forward
 
     def train_batch(
-        self, batch: PackedBatch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, with_entropy: bool = False
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        with_entropy: bool = False,
+        logits_fn: LogitsFn | None = None,
     ) -> dict[str, float]:
         if self.optimizer is None or self.schedule is None or self.config.optimizer is None:
             raise BadInputError("optimizer: not set, so this model cannot be trained.")
         self.ready().train()
         self.optimizer.zero_grad(set_to_none=True)
-        run = BatchRun(self, batch, loss_fn, loss_weight_fn, with_entropy)
+        run = self._batch_run(batch, loss_fn, loss_weight_fn, with_entropy, logits_fn)
         run.backward()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = grad_norm(parameters, self.mesh)
@@ -243,10 +250,16 @@ class FSDPEngine(TrainEngine):
         return {**result, "grad_norm": norm_value, "lr": self.schedule.lr, "update_skipped": float(skipped)}
 
     def eval_batch(
-        self, batch: PackedBatch, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, with_entropy: bool = False
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        *,
+        with_entropy: bool = False,
+        logits_fn: LogitsFn | None = None,
     ) -> dict[str, float]:
         self.ready().eval()
-        run = BatchRun(self, batch, loss_fn, loss_weight_fn, with_entropy)
+        run = self._batch_run(batch, loss_fn, loss_weight_fn, with_entropy, logits_fn)
         run.evaluate()
         result, _ = run.results(torch.zeros((), device=self.device))
         return result
@@ -254,6 +267,42 @@ class FSDPEngine(TrainEngine):
     def forward(self, batch: PackedBatch, *, with_entropy: bool = False) -> TokenOutput:
         self.ready().eval()
         return forward_batch(self, batch, with_entropy=with_entropy)
+
+    def _batch_run(
+        self,
+        batch: PackedBatch,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        with_entropy: bool,
+        logits_fn: LogitsFn | None,
+    ) -> BatchRun:
+        if logits_fn is not None:
+            self._check_whole_vocabulary()
+            if with_entropy:
+                raise ValueError("with_entropy: not together with logits_fn")
+        return BatchRun(self, batch, loss_fn, loss_weight_fn, with_entropy, logits_fn)
+
+    def hidden_states(self, batch: PackedBatch) -> torch.Tensor:
+        self._check_whole_vocabulary()
+        self.ready().eval()
+        return hidden_batch(self, batch)
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        scorer = self.ready()
+        if isinstance(scorer, FSDPModule):
+            # The head belongs to the root, which stays gathered after its forward; then this does nothing.
+            scorer.unshard()
+        with autocast(self):
+            return scorer.logits(hidden.to(self.compute_dtype)).float() / scorer.temperature
+
+    def _check_whole_vocabulary(self) -> None:
+        if self.is_critic:
+            raise BadInputError(f"{self.role}: a scalar head has no logits.")
+        if self.mesh.tp_size * self.mesh.cp_size > 1:
+            raise BadInputError(
+                f"{self.role}.backend: losses of whole logits need a mesh without t and c, such as fsdp:dN."
+            )
 
     def lr_scheduler_step(self) -> None:
         if self.schedule is not None:

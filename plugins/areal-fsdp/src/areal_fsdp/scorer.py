@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,9 @@ from areal_fsdp.layout import ModelInput
 from areal_fsdp.tensor_parallel import TensorParallel
 from areal_fsdp.ulysses import Ulysses
 from areal_fsdp.vocab_parallel import vocab_parallel_logprobs
+
+#: ``(logits fp32 [C, V], index of the predicted tokens int64 [C]) -> fp32 [C]``.
+ChunkFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def token_logprobs(
@@ -102,10 +105,21 @@ class Scorer(nn.Module):
         self._decoder_name = next(name for name, module in model.named_modules() if module is decoder)
         self.is_packed = getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME
 
-    def forward(self, inputs: ModelInput, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self,
+        inputs: ModelInput,
+        with_entropy: bool = False,
+        *,
+        logits_fn: ChunkFn | None = None,
+        hidden_only: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs (critic: values) fp32 ``[S]`` and entropies ``[S]`` of what this rank predicts.
 
         Where that is nothing: one entry of value 0.
+
+        Args:
+            logits_fn: ``(logits [C, V], token_index [C]) -> [C]`` on chunks; its results take the entropies' place.
+            hidden_only: give the hidden states ``[S, H]`` that predict instead of log-probs, and None.
         """
         hidden = self._packed_hidden(inputs) if self.is_packed else self._padded_hidden(inputs)
         if self.tensor_parallel is not None:
@@ -115,10 +129,13 @@ class Scorer(nn.Module):
         rows = torch.zeros(1, dtype=torch.int64, device=hidden.device) if empty else inputs.rows
         targets = rows if empty else inputs.targets
         selected = take_rows(hidden, rows)
+        if hidden_only:
+            return selected, None
         if self.is_critic:
             out, entropy = self.model.score(selected)[:, 0].float(), None
         else:
-            out, entropy = self._logprobs(selected, targets, with_entropy)
+            index = None if empty else inputs.token_index
+            out, entropy = self._logprobs(selected, targets, with_entropy, None if empty else logits_fn, index)
         # A copy: FSDP puts a hook on the output, and warns of a view.
         return out * 0 if empty else out.clone(), entropy
 
@@ -160,24 +177,43 @@ class Scorer(nn.Module):
         return self.model.get_submodule(self._decoder_name)
 
     def _logprobs(
-        self, hidden: torch.Tensor, targets: torch.Tensor, with_entropy: bool
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        with_entropy: bool,
+        logits_fn: ChunkFn | None = None,
+        token_index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        index = targets if token_index is None else token_index
         if len(hidden) <= self.logits_chunk:
-            return self._head(hidden, targets, with_entropy)
-        chunks = zip(hidden.split(self.logits_chunk), targets.split(self.logits_chunk), strict=True)
+            return self._head(hidden, targets, with_entropy, logits_fn, index)
+        chunks = zip(*(tensor.split(self.logits_chunk) for tensor in (hidden, targets, index)), strict=True)
         if torch.is_grad_enabled():
-            parts = [checkpoint(self._head, h, t, with_entropy, use_reentrant=False) for h, t in chunks]
+            parts = [
+                checkpoint(self._head, h, t, with_entropy, logits_fn, i, use_reentrant=False) for h, t, i in chunks
+            ]
         else:
-            parts = [self._head(h, t, with_entropy) for h, t in chunks]
+            parts = [self._head(h, t, with_entropy, logits_fn, i) for h, t, i in chunks]
         logprobs = torch.cat([part[0] for part in parts])
-        return logprobs, torch.cat([part[1] for part in parts]) if with_entropy else None
+        return logprobs, torch.cat([part[1] for part in parts]) if with_entropy or logits_fn else None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[S, V]`` of hidden states ``[S, H]``, by the model's own forward: soft-capping and scaling apply."""
+        with self._decoder_replaced(_GivenHidden(hidden[None])):
+            return self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     def _head(
-        self, hidden: torch.Tensor, targets: torch.Tensor, with_entropy: bool
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        with_entropy: bool,
+        logits_fn: ChunkFn | None,
+        token_index: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # The model's own forward, so that soft-capping and scaling of its logits apply.
-        with self._decoder_replaced(_GivenHidden(hidden[None])):
-            logits = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        logits = self.logits(hidden)
+        if logits_fn is not None:
+            scaled = logits.float() / self.temperature
+            return token_logprobs(scaled, targets, 1.0, False)[0], logits_fn(scaled, token_index)
         if self.tensor_parallel is not None:
             return vocab_parallel_logprobs(
                 logits,

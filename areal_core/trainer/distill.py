@@ -1,0 +1,150 @@
+"""The `distill` trainer: the student samples, and learns the teacher's distribution of every token it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from areal_core.algorithms.distill import distill_loss, distill_loss_weight, divergence
+from areal_core.api.batch import PackedBatch
+from areal_core.api.engine_api import InferenceEngine, TrainEngine
+from areal_core.data.packing import pack_trajectories
+from areal_core.data.partition import balanced_partition
+from areal_core.errors import BadInputError
+from areal_core.stats import StatsTracker
+from areal_core.trainer.checks import check_run
+from areal_core.trainer.loading import build_inference_engine, build_train_engine, load_dataset
+from areal_core.trainer.rollouts import Rollouts
+from areal_core.trainer.supervised import finetune_spec, load_run_tokenizer
+from areal_core.trainer.weight_sync import WeightSync
+from areal_core.trainer.world import ShardRouter, World, check_same_shards
+
+if TYPE_CHECKING:
+    import torch
+
+    from areal_core.api.distill_config import DistillConfig
+    from areal_core.plugins.manager import PluginManager
+    from areal_core.trainer.session import RunSession
+    from areal_core.trainer.signals import StopSignal
+
+
+class DistillTrainer:
+    """On-policy distillation over the whole vocabulary.
+
+    The teacher runs once over each batch and keeps the hidden state of every sampled token; logits of both models exist
+    for one chunk of tokens at a time, where the divergence is computed.
+    """
+
+    metric = "eval/loss"
+
+    def __init__(
+        self, config: DistillConfig, world: World, manager: PluginManager, session: RunSession | None, stop: StopSignal
+    ) -> None:
+        check_run(config, world.size)
+        self.config = config
+        self.world = world
+        self.stats = StatsTracker()
+        self.version = 0
+        self.tokenizer = load_run_tokenizer(config, config.actor)
+        train_rows = load_dataset(config.train_dataset, "rl", self.tokenizer, manager, key="train_dataset")
+        spec = finetune_spec(config, len(train_rows))
+        self.total_steps, self.steps_per_epoch = spec.total_steps, spec.steps_per_epoch
+        self.actor = build_train_engine(config.actor, manager, key="actor")
+        self.actor.initialize(spec, role="actor")
+        self.engines: dict[str, TrainEngine] = {"actor": self.actor}
+        self.router = ShardRouter(world, self.actor)
+        self.teacher = build_train_engine(config.teacher, manager, key="teacher")
+        self.teacher.initialize(spec, role="ref")
+        check_same_shards(world, self.actor, self.teacher, key="teacher.backend")
+        self.rollouts: Rollouts | None = None
+        engine: InferenceEngine | None = None
+        if world.is_main:
+            engine = build_inference_engine(config.rollout, config.actor.dtype, manager)
+            self.rollouts = Rollouts(config, engine, self.tokenizer, train_rows, manager, session, stop)
+        self.weights = WeightSync(
+            world, self.actor, self.rollouts, engine, session, config=config.actor, run_path=config.run.path
+        )
+
+    # ------------------------------------------------------------------------------------------------- the loop
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.version = int(state["version"])
+        self.actor.set_version(self.version)
+        if self.rollouts is not None:
+            self.rollouts.load_state(state["rollouts"])
+
+    def start(self) -> None:
+        if self.rollouts is not None:
+            self.rollouts.start(paused=True)
+        self.weights.send(self.version)
+
+    def train_step(self, step: int) -> bool:
+        stats = self.stats
+        with stats.time("step"):
+            with stats.time("rollout"):
+                batch = self.rollouts.next_batch(step, stats) if self.rollouts is not None else None
+                if not self.world.agree(batch is not None if self.world.is_main else None):
+                    return False
+            with stats.time("forward"):
+                shard = self._with_teacher(batch)
+            with stats.time("train"):
+                self.actor.train()
+                results = self.actor.train_batch(shard, distill_loss, distill_loss_weight, logits_fn=self._divergence)
+                stats.scalars(results, "train")
+                self.actor.lr_scheduler_step()
+            with stats.time("update_weights"):
+                self.version += 1
+                self.weights.send(self.version)
+            if batch is not None:
+                stats.scalar("train/tokens", batch.num_tokens)
+                stats.scalar("train/version", self.version)
+                stats.scalar("train/epoch", step / self.steps_per_epoch)
+        if self.rollouts is not None:
+            self.rollouts.step_finished(step)
+        return True
+
+    def evaluate(self, step: int) -> bool:
+        """The divergence on what the student writes to the held-out prompts, and the rewards of that."""
+        if self.config.valid_dataset is None:
+            return True
+        played = self.rollouts.play_eval(step, self.stats) if self.rollouts is not None else None
+        if not self.world.agree(played is not None if self.world.is_main else None):
+            return False
+        shard = self._with_teacher(None if played is None else pack_trajectories(played))
+        results = self.actor.eval_batch(shard, distill_loss, distill_loss_weight, logits_fn=self._divergence)
+        self.stats.scalars(results, "eval")
+        return True
+
+    def state(self) -> dict[str, Any]:
+        assert self.rollouts is not None
+        return {"version": self.version, "rollouts": self.rollouts.state()}
+
+    def close(self) -> None:
+        if self.rollouts is not None:
+            self.rollouts.close()
+        self.actor.destroy()
+        self.teacher.destroy()
+
+    # -------------------------------------------------------------------------------------------------- private
+
+    def _with_teacher(self, batch: PackedBatch | None) -> PackedBatch:
+        """This rank's part of rank 0's batch, with the teacher's ``teacher_hidden`` ``[T, H]``. Collective."""
+        parts = None
+        if batch is not None:
+            parts = balanced_partition(
+                batch.seqlens.tolist(),
+                self.router.dp_size,
+                groups=batch["group_ids"].tolist(),
+                attention_cost=self.config.actor.mb_spec.attention_cost,
+            )
+        shard = self.router.scatter(batch, parts)
+        return shard.with_tokens(teacher_hidden=self.teacher.hidden_states(shard))
+
+    def _divergence(self, batch: PackedBatch, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        teacher = self.teacher.logits(batch["teacher_hidden"][index])
+        if teacher.shape != logits.shape:
+            raise BadInputError(
+                f"teacher.path: its vocabulary has {teacher.shape[-1]} entries, the actor's {logits.shape[-1]}. A "
+                "teacher must share the student's tokenizer and vocabulary."
+            )
+        return divergence(logits, teacher, self.config.divergence, self.config.jsd_beta)

@@ -68,7 +68,6 @@ class RLTrainer:
         self.actor = build_train_engine(config.actor, manager, key="actor")
         self.actor.initialize(spec, role="actor")
         self.engines: dict[str, TrainEngine] = {"actor": self.actor}
-        self.router = ShardRouter(world, self.actor)
         self.ref: TrainEngine | None = None
         if config.ref is not None and self.algorithm.needs_ref_logprobs:
             self.ref = build_train_engine(config.ref, manager, key="ref")
@@ -79,6 +78,9 @@ class RLTrainer:
             self.critic = build_train_engine(config.critic, manager, key="critic")
             self.critic.initialize(spec, role="critic")
             self.engines["critic"] = self.critic
+        # The engines may lie on meshes of their own, with another number of shards each.
+        models = [self.actor, *(engine for engine in (self.ref, self.critic) if engine is not None)]
+        self.routers = {id(engine): ShardRouter(world, engine) for engine in models}
 
         self.rollouts: Rollouts | None = None
         engine: InferenceEngine | None = None
@@ -167,9 +169,10 @@ class RLTrainer:
             wanted.append(("values", self.critic, "values"))
         for name, engine, output in wanted:
             engine.eval()
-            parts = self._partition(batch)
-            result = engine.forward(self.router.scatter(batch, parts))
-            gathered = self.router.gather(getattr(result, output), batch, parts)
+            router = self.routers[id(engine)]
+            parts = self._partition(batch, router.dp_size)
+            result = engine.forward(router.scatter(batch, parts))
+            gathered = router.gather(getattr(result, output), batch, parts)
             if batch is not None and gathered is not None:
                 batch = batch.with_tokens(**{name: gathered})
         return batch
@@ -182,9 +185,11 @@ class RLTrainer:
             if minibatch is not None and prune:
                 minibatch, skipped = _without_zero_advantage(minibatch)
                 self.stats.mean("train/skipped_seqs", skipped)
-            shard = self.router.scatter(minibatch, self._partition(minibatch))
             results = actor.train_batch(
-                shard, self._actor_loss, algorithm.loss_weight, with_entropy=algorithm.needs_entropy
+                self._shard(minibatch, actor),
+                self._actor_loss,
+                algorithm.loss_weight,
+                with_entropy=algorithm.needs_entropy,
             )
             self._record("train", results)
         actor.lr_scheduler_step()
@@ -210,7 +215,7 @@ class RLTrainer:
         critic.train()
         loss_fn = critic_loss(value_eps_clip=config.value_eps_clip, coef=config.value_loss_coef)
         for minibatch in self._minibatches(batch, config.ppo_n_minibatches):
-            shard = self.router.scatter(minibatch, self._partition(minibatch))
+            shard = self._shard(minibatch, critic)
             self._record("critic", critic.train_batch(shard, loss_fn, lambda mb: mb["loss_mask"].sum()))
         critic.lr_scheduler_step()
 
@@ -229,14 +234,19 @@ class RLTrainer:
         parts = minibatches(batch.seqlens.tolist(), count, groups=batch["group_ids"].tolist())
         return [batch.select(part) for part in parts]
 
-    def _partition(self, batch: PackedBatch | None) -> list[list[int]] | None:
+    def _shard(self, batch: PackedBatch | None, engine: TrainEngine) -> PackedBatch:
+        """This rank's part of rank 0's batch, for one engine. Collective."""
+        router = self.routers[id(engine)]
+        return router.scatter(batch, self._partition(batch, router.dp_size))
+
+    def _partition(self, batch: PackedBatch | None, parts: int) -> list[list[int]] | None:
         if batch is None:
             return None
         from areal_core.data.partition import balanced_partition
 
         return balanced_partition(
             batch.seqlens.tolist(),
-            self.router.dp_size,
+            parts,
             groups=batch["group_ids"].tolist(),
             attention_cost=self.config.actor.mb_spec.attention_cost,
         )

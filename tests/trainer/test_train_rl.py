@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from trainer_harness import HERE, areal, read_metrics, start_areal, torchrun, untimed, wait_until, weights, write_yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_core.api.load import load_run_config
 from areal_core.runs.run_dir import iter_trajectories
@@ -163,6 +165,47 @@ def test_train_on_two_ranks_equals_one(mesh: str, rl_plain: dict[str, Any], tmp_
         assert a["rollout/reward"] == pytest.approx(b["rollout/reward"], abs=1e-6)
         assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "meshes", [{"actor": "t2", "critic": "t2", "ref": "t2"}, {"actor": "d2", "critic": "t2", "ref": "c2"}], ids=str
+)
+def test_train_when_ppo_on_any_meshes_equals_one(
+    meshes: dict[str, str], rl_plain: dict[str, Any], tmp_path: Path, tiny_model: Path
+) -> None:
+    # Arrange: everything that a step can have; the critic and the reference may be split otherwise than the actor.
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    splits = AutoConfig.from_pretrained(folder, num_attention_heads=4, num_key_value_heads=2)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(splits).save_pretrained(folder)
+    rl_plain["total_train_steps"] = 2
+    rl_plain["algorithm"] = {"name": "ppo"}
+    rl_plain["gconfig"]["temperature"] = 0.7
+    rl_plain["actor"] |= {
+        "ppo_n_minibatches": 2,
+        "entropy_coef": 0.01,
+        "kl_ctl": 0.05,
+        "gradient_checkpointing": "full",
+    }
+    rl_plain["actor"] |= {"mb_spec": {"max_tokens_per_mb": 60}}
+    rl_plain["actor"]["optimizer"] |= {"lr": 1e-4, "eps": 1e-4}
+    rl_plain["actor"]["path"] = str(folder)
+    rl_plain["ref"] = {"path": str(folder), "dtype": "float32"}
+    rl_plain["critic"] = {"path": str(folder), "dtype": "float32", "optimizer": {"lr": 1e-4, "eps": 1e-4}}
+    path = write_yaml(tmp_path / "run.yaml", rl_plain)
+
+    # Act
+    one = areal("train", path, "run.name=one")
+    two = torchrun(2, "train", path, "run.name=two", *(f"{role}.backend=fsdp:{m}" for role, m in meshes.items()))
+
+    # Assert
+    assert one.returncode == 0, one.stderr
+    assert two.returncode == 0, two.stderr
+    assert "Warning" not in two.stderr
+    first, second = untimed(read_metrics(tmp_path / "runs" / "one")), untimed(read_metrics(tmp_path / "runs" / "two"))
+    for a, b in zip(first, second, strict=True):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from areal_core.api.configs import RLConfig
+from areal_core.api.distill_config import DistillConfig
 from areal_core.errors import BadInputError, ConfigError
 from areal_core.stats import StatsTracker
 from areal_core.trainer.loading import build_inference_engine, load_tokenizer
@@ -26,12 +27,15 @@ def evaluate(config: BaseTrainerConfig, manager: PluginManager, *, weights: str 
         BadInputError: if the configuration has no held-out split, or there is no model.
         Interrupted: on SIGINT or SIGTERM.
     """
-    if not isinstance(config, RLConfig):
-        raise ConfigError(f"`areal eval` scores completions; it needs `rl`, not {config.trainer!r}.", key="trainer")  # type: ignore[attr-defined]
+    if not isinstance(config, RLConfig | DistillConfig):
+        raise ConfigError(
+            f"`areal eval` scores completions; it needs `rl` or `distill`, not {config.trainer!r}.",  # type: ignore[attr-defined]
+            key="trainer",
+        )
     if config.valid_dataset is None:
         raise ConfigError("is missing: `areal eval` needs a held-out split.", key="valid_dataset")
     if weights is not None:
-        config = attrs.evolve(config, actor=attrs.evolve(config.actor, path=weights))
+        config = attrs.evolve(config, actor=attrs.evolve(config.actor, path=weights))  # type: ignore[arg-type]
     if config.actor.init_from_scratch and weights is None:
         raise BadInputError(
             "actor.path holds no weights (actor.init_from_scratch is true). Name some: areal eval CONFIG --weights DIR"

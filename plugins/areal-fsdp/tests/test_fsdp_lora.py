@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,14 @@ def test_resume_when_lora_expected_bitwise_continuation(tmp_path: Path) -> None:
     other.load(meta)
 
     assert other.train_batch(cases.ragged_batch(5), cases.policy_loss, cases.token_weight) == first
+
+
+def test_initialize_when_lora_expected_no_warning(tmp_path: Path) -> None:
+    folder = cases.make_folder("qwen2", tmp_path)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cases.make_engine(folder, optimizer=cases.sgd(), lora=lora())
 
 
 def test_initialize_when_target_is_unknown_expected_error_that_lists_layers(tmp_path: Path) -> None:

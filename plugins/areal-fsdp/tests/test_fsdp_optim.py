@@ -17,7 +17,9 @@ from areal_core.api.configs import OptimizerConfig
 from areal_core.api.io_struct import FinetuneSpec, SaveLoadMeta
 from areal_core.errors import ArealError, BadInputError
 from areal_fsdp import muon
+from areal_fsdp.grad_norm import grad_norm
 from areal_fsdp.low_precision import LowPrecisionAdamW, round_stochastically
+from areal_fsdp.mesh import Mesh
 from areal_fsdp.optim import build_optimizer
 from areal_fsdp.schedules import Schedule
 
@@ -373,3 +375,14 @@ def test_train_batch_when_max_skipped_is_null_expected_no_end(tmp_path: Path) ->
         result = engine.train_batch(cases.make_batch([[3]]), exploding, cases.token_weight)
 
     assert result["update_skipped"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_grad_norm_when_gradients_have_few_bits_expected_that_of_exact_sums(dtype: torch.dtype) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (300, 7000)]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1000.0)  # a norm beyond the range of fp16
+
+    norm = grad_norm(parameters, Mesh(device=torch.device("cpu")))
+
+    assert norm.item() == pytest.approx(1000 * 7300**0.5, rel=1e-6)

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from areal_core.api.configs import OptimizerConfig
+from areal_core.api.configs import LoRAConfig, OptimizerConfig
 from areal_core.api.io_struct import SaveLoadMeta
 from areal_core.errors import ArealError, BadInputError
 from areal_fsdp.dcp_reader import SafeReader, read_metadata
@@ -232,3 +232,16 @@ def test_read_metadata_when_torch_wrote_it_expected_the_same(tmp_path: Path) -> 
     expected = dcp.FileSystemReader(tmp_path).read_metadata()
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.storage_data == expected.storage_data
+
+
+def test_save_hf_when_written_expected_weights_readable_as_the_other_files(tmp_path: Path) -> None:
+    lora = LoRAConfig(rank=2, target_modules=["q_proj"])
+    engine = cases.make_engine(cases.make_folder("qwen2", tmp_path / "model"), lora=lora)
+
+    engine.save(SaveLoadMeta(path=tmp_path / "hf"))
+    engine.save_adapter(tmp_path / "adapter")
+
+    written = [*(tmp_path / "hf").iterdir(), *(tmp_path / "adapter").iterdir()]
+    assert sum(path.suffix == ".safetensors" for path in written) == 2
+    (tmp_path / "plain").touch()
+    assert {path.stat().st_mode for path in written} == {(tmp_path / "plain").stat().st_mode}

@@ -88,6 +88,9 @@ def write_hf_folder(
     use_cache, model.config.use_cache = model.config.use_cache, True
     model.config.save_pretrained(path)
     model.config.use_cache = use_cache
+    for filename in plan.filename_to_tensors:
+        # safetensors writes files that only their owner can read.
+        shutil.copymode(path / "config.json", path / filename)
     generation_config = getattr(model, "generation_config", None)
     if generation_config is not None:
         generation_config.save_pretrained(path)

@@ -37,7 +37,9 @@ def grad_norm(parameters: Sequence[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients:
-        norms = torch.stack([n.to(device) for n in torch._foreach_norm([_local(g) for g in gradients])])
+        # In fp32: a norm of bf16 would be rounded to it.
+        local = torch._foreach_norm([_local(g) for g in gradients], dtype=torch.float32)
+        norms = torch.stack([n.to(device) for n in local])
         copies = torch.tensor([_copies(g, world_size) for g in gradients], dtype=torch.float64, device=device)
         total += (norms.double().square() / copies).sum()
     return comm.all_reduce(total, mesh.world).sqrt()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +29,20 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> Any:
     targets: Any = config.target_modules
     if targets == ["all-linear"]:
         targets = "all-linear"
+    options = LoraConfig(
+        r=config.rank,
+        # peft takes a number that is not whole too, but servers write whole ones.
+        lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        modules_to_save=config.modules_to_save or None,
+        bias="none",
+    )
     try:
-        wrapped = get_peft_model(
-            model,
-            LoraConfig(
-                r=config.rank,
-                # peft takes a number that is not whole too, but servers write whole ones.
-                lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # type: ignore[arg-type]
-                lora_dropout=config.dropout,
-                target_modules=targets,
-                modules_to_save=config.modules_to_save or None,
-                bias="none",
-            ),
-            autocast_adapter_dtype=False,
-        )
+        with warnings.catch_warnings():
+            # peft asks transformers for this by an old name.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            wrapped = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:
         names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ConfigError(
@@ -110,3 +112,5 @@ def write_adapter(wrapped: Any, state: dict[str, torch.Tensor], path: Path, *, b
     config.base_model_name_or_path = str(base)
     config.inference_mode = True
     config.save_pretrained(path)
+    # safetensors writes files that only their owner can read.
+    shutil.copymode(path / "adapter_config.json", path / "adapter_model.safetensors")

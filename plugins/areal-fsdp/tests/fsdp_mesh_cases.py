@@ -177,6 +177,57 @@ def broken(case: Case, folder: Path, world: World) -> dict[str, Any]:
     return {"ranks": gather_json(mine, engine.mesh.world, engine.device)}
 
 
+def tiny_batch(mask: list[list[int]], *, shared: int = 0) -> PackedBatch:
+    """Sequences with these loss masks; with ``shared`` they are one group whose prompt has that many equal tokens."""
+    lengths, flat = [len(part) for part in mask], [value for part in mask for value in part]
+    ids = torch.full((len(flat),), 7) if shared else 3 + torch.arange(len(flat)) * 5 % (cases.VOCAB - 3)
+    return PackedBatch(
+        torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        {
+            "input_ids": ids,
+            "loss_mask": torch.tensor(flat, dtype=torch.bool),
+            "advantages": torch.linspace(-1, 1.5, len(flat)),
+        },
+        {
+            "group_ids": torch.zeros(len(mask), dtype=torch.int64) if shared else torch.arange(len(mask)),
+            "prompt_lens": torch.full((len(mask),), shared, dtype=torch.int32),
+        },
+    )
+
+
+#: Fewer rows than ranks, nothing to predict, nothing at all, nothing but a shared prompt.
+TINY = {
+    "one token": tiny_batch([[1]]),
+    "one untrained token": tiny_batch([[0]]),
+    "two tokens": tiny_batch([[1, 1]]),
+    "only single tokens": tiny_batch([[1], [1], [1]]),
+    "untrained": tiny_batch([[0] * 5, [0] * 3]),
+    "nothing": tiny_batch([[1] * 5]).select([]),
+    "no token in some": tiny_batch([[], [0, 1, 1], []]),
+    "some are the prompt": tiny_batch([[0] * 3, [0] * 3, [0, 0, 0, 1, 1]], shared=3),
+    "all are the prompt": tiny_batch([[0] * 4, [0] * 4], shared=4),
+}
+
+
+def tiny(case: Case, folder: Path, world: World) -> dict[str, float]:
+    """What an engine says of batches that are hardly there, all of them on the first data-parallel rank."""
+    engine = make(case, folder)
+    router = ShardRouter(world, engine)
+    loss_fn = loss_of(case)
+    numbers: dict[str, float] = {}
+    for name, batch in TINY.items():
+        parts = [list(range(batch.num_seqs)), *([] for _ in range(engine.data_parallel_world_size - 1))]
+        shard = router.scatter(batch if world.is_main else None, parts)
+        output = engine.forward(shard)
+        values = output.values if "critic" in case.flags else output.logprobs
+        numbers[f"{name}: output"] = float(values.sum())
+        evaluated = engine.eval_batch(shard, loss_fn, cases.token_weight, with_entropy=True)
+        numbers[f"{name}: eval"] = evaluated["loss"]
+        result = engine.train_batch(shard, loss_fn, cases.token_weight, with_entropy=True)
+        numbers |= {f"{name}: {key}": result[key] for key in ("loss", "grad_norm", "update_skipped")}
+    return numbers
+
+
 def momentum() -> OptimizerConfig:
     """An optimizer with a state, whose steps do not magnify rounding as Adam's first ones do."""
     return OptimizerConfig(type="sgd", momentum=0.9, lr=0.5, weight_decay=0.0, gradient_clipping=0.0)

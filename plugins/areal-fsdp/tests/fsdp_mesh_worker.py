@@ -51,6 +51,8 @@ def main() -> None:
         try:
             if "store" in case.flags:
                 numbers, tensors = mesh_cases.store(case, models, world, out)
+            elif "tiny" in case.flags:
+                numbers, tensors = mesh_cases.tiny(case, models / case.arch, world), {}
             elif "nan" in case.flags:
                 numbers, tensors = mesh_cases.broken(case, models / case.arch, world), {}
             else:

@@ -30,6 +30,8 @@ FAST = [
     "qwen3/fsdp:c2/critic",
 ]
 BROKEN = "qwen2/fsdp:d2/nan"
+TINY = ["qwen3/fsdp:t2/tiny", "qwen3/fsdp:c2/tiny", "qwen3/fsdp:t2/critic/tiny"]
+TINY_FOUR = ["qwen3/fsdp:t2c2/tiny", "qwen3/fsdp:d2t2/tiny", "qwen3/fsdp:d2c2/critic/tiny"]
 #: Vocabularies of a loss alone: even, uneven, and with nothing for the second rank.
 VOCABULARIES = [8, 61, 1]
 TWO_RANKS = [
@@ -153,7 +155,7 @@ def runs(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.
 
 @pytest.fixture(scope="module")
 def fast(runs: Runs) -> Path:
-    return runs(2, FAST, [*(f"vocab/{size}" for size in VOCABULARIES), BROKEN])
+    return runs(2, FAST, [*(f"vocab/{size}" for size in VOCABULARIES), BROKEN, *TINY])
 
 
 def facts_of(text: str, out: Path) -> dict[str, Any]:
@@ -196,6 +198,25 @@ def test_train_batch_when_on_two_ranks_expected_no_warning_and_words_of_rank_0_a
     assert "step skipped" in printed[0]
     assert printed[1] == ""
     assert "Warning" not in printed[0]
+
+
+@pytest.mark.parametrize("text", TINY)
+def test_batches_when_hardly_there_on_two_ranks_expected_numbers_of_one(text: str, fast: Path, models: Path) -> None:
+    check_tiny(text, fast, models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", TINY_FOUR)
+def test_batches_when_hardly_there_on_four_ranks_expected_numbers_of_one(text: str, runs: Runs, models: Path) -> None:
+    check_tiny(text, runs(4, TINY_FOUR), models)
+
+
+def check_tiny(text: str, out: Path, models: Path) -> None:
+    case = Case.parse(text)
+    expected = mesh_cases.tiny(case.alone, models / case.arch, World(0, 1, None))
+
+    assert facts_of(text, out) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert expected["two tokens: grad_norm"] > 0.1 and expected["untrained: update_skipped"] == 1
 
 
 @pytest.mark.parametrize("text", FAST)

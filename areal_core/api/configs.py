@@ -177,7 +177,7 @@ class PPOActorConfig(TrainEngineConfig):
     eps_clip: float = option(0.2, "Clip range of the ratio, below 1 (and above, unless eps_clip_higher).", gt=0, lt=1)
     eps_clip_higher: float | None = option(None, "Clip range above 1 (DAPO's clip-higher).", gt=0)
     c_clip: float | None = option(None, "Dual clip: lower bound factor for negative advantages.", gt=1)
-    kl_ctl: float = option(0.0, "Weight of the KL to the reference model; needs `ref`.", ge=0)
+    kl_ctl: float = option(0.0, "Weight of the KL to the reference model; needs `ref` or LoRA.", ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = option("k3", "Estimator of that KL.")
     kl_in_reward: bool = option(False, "Subtract the KL (k1) from the token rewards instead of adding it to the loss.")
     reward_norm: NormConfig | None = option(
@@ -454,7 +454,9 @@ class RLConfig(BaseTrainerConfig):
     gconfig: GenerationHyperparameters = option(factory=GenerationHyperparameters, help="Sampling.")
     workflow: WorkflowConfig = option(factory=WorkflowConfig, help="What one episode is.")
     algorithm: AlgorithmConfig = option(factory=AlgorithmConfig, help="Makes the loss.")
-    ref: TrainEngineConfig | None = option(None, "Reference model of the KL.")
+    ref: TrainEngineConfig | None = option(
+        None, "Reference model of the KL; with `actor.lora` it may be left out: then it is the actor without adapters."
+    )
     critic: PPOCriticConfig | None = option(None, "Value model of PPO.")
     eval_gconfig: GenerationHyperparameters | None = option(None, "Sampling in evaluation; None: greedy, one sample.")
 

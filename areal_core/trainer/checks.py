@@ -136,7 +136,9 @@ def check_rl(config: RLConfig, algorithm: Algorithm) -> None:
                 f"{gconfig.n_samples}).",
                 key=key,
             )
-    algorithm.check(group_size=gconfig.n_samples, has_ref=config.ref is not None, has_critic=config.critic is not None)
+    # Without its adapters the actor is its own reference.
+    has_ref = config.ref is not None or config.actor.lora is not None
+    algorithm.check(group_size=gconfig.n_samples, has_ref=has_ref, has_critic=config.critic is not None)
 
 
 def _train_engines(config: BaseTrainerConfig) -> Iterator[tuple[str, TrainEngineConfig]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput, as_maximum, as_stat
 from areal_core.api.engine_api import InferenceEngine, TrainEngine
-from areal_core.api.io_struct import FinetuneSpec, WeightUpdateMeta
 from areal_core.logging import getLogger
 from areal_core.stats import StatsTracker
 from areal_core.trainer.checks import check_rl, check_run
@@ -18,9 +18,10 @@ from areal_core.trainer.loading import (
     build_inference_engine,
     build_train_engine,
     load_dataset,
-    load_tokenizer,
 )
 from areal_core.trainer.rollouts import Rollouts
+from areal_core.trainer.supervised import finetune_spec, load_run_tokenizer
+from areal_core.trainer.weight_sync import WeightSync
 from areal_core.trainer.world import ShardRouter, World
 
 if TYPE_CHECKING:
@@ -48,21 +49,13 @@ class RLTrainer:
         check_run(config, world.size)
         self.config = config
         self.world = world
-        self.session = session
         self.stats = StatsTracker()
         self.version = 0
         self.algorithm = build_algorithm(config, manager)
         check_rl(config, self.algorithm)
-        self.tokenizer = load_tokenizer(
-            config.tokenizer_path or config.actor.path, trust_remote_code=config.actor.trust_remote_code
-        )
+        self.tokenizer = load_run_tokenizer(config, config.actor)
         train_rows = load_dataset(config.train_dataset, "rl", self.tokenizer, manager, key="train_dataset")
-        spec = FinetuneSpec(
-            total_train_epochs=config.total_train_epochs,
-            dataset_size=len(train_rows),
-            train_batch_size=config.train_dataset.batch_size,
-            total_train_steps=config.total_train_steps,
-        )
+        spec = finetune_spec(config, len(train_rows))
         self.total_steps, self.steps_per_epoch = spec.total_steps, spec.steps_per_epoch
 
         self.actor = build_train_engine(config.actor, manager, key="actor")
@@ -87,12 +80,9 @@ class RLTrainer:
         if world.is_main:
             engine = build_inference_engine(config.rollout, config.actor.dtype, manager)
             self.rollouts = Rollouts(config, engine, self.tokenizer, train_rows, manager, session, stop, self.algorithm)
-        self.weight_update = WeightUpdateMeta(
-            type=world.agree(_weight_update_type(config, engine) if engine is not None else None),
-            path=config.run.path / "weights" / "update",
-            chunk_mb=config.actor.weight_update.weight_chunk_mb,
+        self.weights = WeightSync(
+            world, self.actor, self.rollouts, engine, session, config=config.actor, run_path=config.run.path
         )
-        self.actor.connect_engine(engine, self.weight_update)
 
     # ------------------------------------------------------------------------------------------------- the loop
 
@@ -107,7 +97,7 @@ class RLTrainer:
         if self.rollouts is not None:
             # A resumed run plays its unfinished rows again: not with the weights that the engine was loaded with.
             self.rollouts.start(paused=True)
-        self._update_weights(self.version)
+        self.weights.send(self.version)
 
     def train_step(self, step: int) -> bool:
         stats = self.stats
@@ -129,7 +119,7 @@ class RLTrainer:
                     self._update_critic(self.critic, batch)
             with stats.time("update_weights"):
                 self.version += 1
-                self._update_weights(self.version)
+                self.weights.send(self.version)
             if batch is not None:
                 stats.scalar("train/tokens", batch.num_tokens)
                 stats.scalar("train/version", self.version)
@@ -161,8 +151,9 @@ class RLTrainer:
             versions = batch["versions"].new_full((batch.num_seqs,), self.version)
             batch = batch.with_rows(trainer_version=versions)
         wanted: list[tuple[str, TrainEngine, str]] = []
-        if self.ref is not None:
-            wanted.append(("ref_logprobs", self.ref, "logprobs"))
+        if self.algorithm.needs_ref_logprobs:
+            # With LoRA and no `ref` the reference is the actor without its adapters.
+            wanted.append(("ref_logprobs", self.ref or self.actor, "logprobs"))
         if self.algorithm.needs_prox_logprobs:
             wanted.append(("prox_logprobs", self.actor, "logprobs"))
         if self.critic is not None:
@@ -171,7 +162,9 @@ class RLTrainer:
             engine.eval()
             router = self.routers[id(engine)]
             parts = self._partition(batch, router.dp_size)
-            result = engine.forward(router.scatter(batch, parts))
+            is_base = name == "ref_logprobs" and engine is self.actor
+            with self.actor.disable_adapter() if is_base else nullcontext():
+                result = engine.forward(router.scatter(batch, parts))
             gathered = router.gather(getattr(result, output), batch, parts)
             if batch is not None and gathered is not None:
                 batch = batch.with_tokens(**{name: gathered})
@@ -250,25 +243,6 @@ class RLTrainer:
             groups=batch["group_ids"].tolist(),
             attention_cost=self.config.actor.mb_spec.attention_cost,
         )
-
-    def _update_weights(self, version: int) -> None:
-        meta = attrs.evolve(self.weight_update, version=version)
-        if self.rollouts is not None:
-            self.rollouts.pause()
-        self.actor.update_weights(meta)
-        self.actor.set_version(version)
-        if self.rollouts is not None:
-            self.rollouts.resume(version)
-            if self.session is not None:
-                self.session.weights_updated(version, meta)
-
-
-def _weight_update_type(config: RLConfig, engine: InferenceEngine) -> str:
-    chosen = config.actor.weight_update.type
-    if chosen != "auto":
-        return chosen
-    in_process = type(engine).update_weights_from_memory is not InferenceEngine.update_weights_from_memory
-    return "memory" if in_process else "disk"
 
 
 def _without_zero_advantage(batch: PackedBatch) -> tuple[PackedBatch, int]:

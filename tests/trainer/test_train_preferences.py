@@ -263,3 +263,25 @@ def test_check_when_pairs_are_misconfigured_names_the_key(
     with pytest.raises(ConfigError, match=message) as caught:
         check_run(config, 1)
     assert caught.value.key == key
+
+
+def test_rl_when_lora_without_ref_uses_the_base_as_reference(
+    rl_plain: dict[str, Any], tiny_model: Path, tmp_path: Path
+) -> None:
+    # Arrange
+    rl_plain["actor"] |= {"lora": {"rank": 4, "alpha": 8.0}, "kl_ctl": 0.5}
+    rl_plain["actor"]["optimizer"]["lr"] = 1e-2
+    rl_plain["ref"] = {"path": str(tiny_model), "dtype": "float32"}
+    path = write_yaml(tmp_path / "run.yaml", rl_plain)
+
+    # Act
+    with_ref = train(load_run_config(path, ["run.name=ref"])).path
+    without = train(load_run_config(path, ["run.name=base", "ref=null"])).path
+
+    # Assert
+    expected, found = untimed(read_metrics(with_ref)), untimed(read_metrics(without))
+    assert any("kl" in name and value > 1e-6 for name, value in expected[-1].items())
+    for a, b in zip(expected, found, strict=True):
+        assert {n: v for n, v in a.items() if "train/" in n} == pytest.approx(
+            {n: v for n, v in b.items() if "train/" in n}, rel=1e-3, abs=1e-5
+        )

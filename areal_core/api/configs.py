@@ -391,7 +391,9 @@ class CheckpointConfig:
     keep_last: int = option(1, "Resumable checkpoints to keep, newest first.", ge=1)
     keep_best: int = option(1, "Weights to keep (Hugging Face layout) by the metric below.", ge=0)
     metric: str | None = option(None, "Metric that ranks weights; null: eval/reward (rl) or eval/loss (others).")
-    mode: Literal["max", "min"] | None = option(None, "Whether more of it is better; null: max for rewards, else min.")
+    mode: Literal["max", "min"] | None = option(
+        None, "Whether more of it is better; null: max for rewards, accuracies and margins, else min."
+    )
     save_final: bool = option(True, "Export the final weights to weights/final.")
 
 

@@ -57,6 +57,11 @@ def is_run_directory(path: Path) -> bool:
     return (path / "config.yaml").is_file() and ((path / "state.json").exists() or (path / METRICS_FILE).exists())
 
 
+def default_mode(metric: str) -> str:
+    """Whether more of a metric is better (``max``) or less (``min``), by its name."""
+    return "max" if any(word in metric for word in ("reward", "accuracy", "margin")) else "min"
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """A run's configuration as plain data; empty if it cannot be read."""
     try:
@@ -101,7 +106,7 @@ def summarize(path: Path, rows: list[dict[str, Any]] | None = None) -> RunSummar
     checkpoint = config.get("checkpoint") or {}
     # The same defaults as the trainer's, which a stored configuration leaves as null.
     metric = str(checkpoint.get("metric") or ("eval/reward" if config.get("trainer") == "rl" else "eval/loss"))
-    mode = str(checkpoint.get("mode") or ("max" if "reward" in metric else "min"))
+    mode = str(checkpoint.get("mode") or default_mode(metric))
     best = best_metric(rows, metric, mode)
     weights = path / "weights"
     return RunSummary(

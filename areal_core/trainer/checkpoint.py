@@ -22,6 +22,7 @@ from areal_core.api.io_struct import SaveLoadMeta
 from areal_core.errors import ArealError, BadInputError
 from areal_core.logging import getLogger
 from areal_core.runs.files import atomic_dir, remove
+from areal_core.runs.listing import default_mode
 from areal_core.runs.run_dir import list_checkpoints
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Checkpointer:
     ) -> None:
         self.config = config
         self.metric = config.metric or default_metric
-        self.mode = config.mode or ("max" if "reward" in self.metric else "min")
+        self.mode = config.mode or default_mode(self.metric)
         self.run_path = run_path
         self.world = world
         self.session = session

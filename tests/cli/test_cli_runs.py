@@ -132,6 +132,7 @@ def test_report_when_the_metrics_are_damaged_then_exit_2(root: Path, capsys: pyt
         ("rl", {"metric": None, "mode": None}, ("eval/reward", 2, 0.9)),
         ("sft", {"metric": None, "mode": None}, ("eval/loss", 1, 0.1)),
         ("sft", {"metric": "eval/loss", "mode": "max"}, ("eval/loss", 3, 0.3)),
+        ("dpo", {"metric": "eval/accuracy", "mode": None}, ("eval/accuracy", 2, 0.9 - 0.1)),
         ("rl", {"metric": "eval/absent", "mode": None}, None),
     ],
 )
@@ -140,6 +141,6 @@ def test_summarize_when_the_metric_is_left_out_then_the_trainers_default_ranks(
 ) -> None:
     with RunDirectory.open({"trainer": trainer, "checkpoint": checkpoint}, tmp_path / "r") as run:
         for step, reward in ((1, 0.2), (2, 0.9), (3, 0.8)):
-            run.log_metrics(step, {"eval/reward": reward, "eval/loss": step / 10})
+            run.log_metrics(step, {"eval/reward": reward, "eval/accuracy": reward - 0.1, "eval/loss": step / 10})
 
     assert summarize(tmp_path / "r").best == best

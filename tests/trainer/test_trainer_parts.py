@@ -29,7 +29,7 @@ from areal_core.trainer.checks import check_run
 from areal_core.trainer.loop import run_loop
 from areal_core.trainer.rl import _without_zero_advantage
 from areal_core.trainer.signals import Interrupted, StopSignal
-from areal_core.trainer.world import ShardRouter, World
+from areal_core.trainer.world import ShardRouter, World, check_same_shards
 
 
 def packed(lengths: list[int], **tokens: Any) -> PackedBatch:
@@ -93,6 +93,14 @@ def test_shard_router_when_alone_returns_values_to_their_places() -> None:
     # Assert
     assert shard["input_ids"].tolist() == [5, 0, 1, 2, 3, 4]
     assert gathered is not None and gathered.tolist() == [0, 10, 20, 30, 40, 50]
+
+
+def test_same_shards_when_meshes_differ_names_the_key() -> None:
+    actor, ref = (SimpleNamespace(data_parallel_rank=0, data_parallel_world_size=n) for n in (2, 1))
+    check_same_shards(World(0, 1, None), actor, actor, key="ref.backend")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"over 1 data-parallel ranks, but actor\.backend over 2") as caught:
+        check_same_shards(World(0, 1, None), actor, ref, key="ref.backend")  # type: ignore[arg-type]
+    assert caught.value.key == "ref.backend"
 
 
 # --------------------------------------------------------------------------------------------------- checkpoints

@@ -100,6 +100,23 @@ def test_sft_rows_when_shares_are_set_have_those_shares():
     assert sum("####" not in text for text in texts) / len(texts) == pytest.approx(0.15, abs=0.03)
 
 
+@pytest.mark.parametrize("kind", ["rw", "dpo"])
+def test_pair_rows_reject_what_stops_early_or_is_wrong(kind):
+    # Arrange
+    rows = get_arithmetic_dataset(None, "train", kind=kind, size=2000, kinds=["two"], stop_early=0.7)
+    answers = get_arithmetic_dataset(None, "train", kind="rl", size=2000, kinds=["two"])
+
+    # Assert
+    for row, answer in zip(rows, answers, strict=True):
+        assert row["messages"] == answer["messages"]
+        assert row["chosen"].endswith(f"\n#### {answer['answer']}")
+        steps, result = row["rejected"].split("\n#### ")
+        assert steps.endswith(f"={result}") and row["rejected"] != row["chosen"]
+        assert steps.count("=") == 1 or result != answer["answer"]
+    early = sum(row["rejected"].count("=") == 1 for row in rows)
+    assert early / len(rows) == pytest.approx(0.7, abs=0.04)
+
+
 @pytest.mark.parametrize("kind", ["rl", "sft"])
 def test_max_length_when_set_drops_longer_rows(tokenizer, kind):
     # Arrange
@@ -122,7 +139,7 @@ def test_max_length_when_set_drops_longer_rows(tokenizer, kind):
     [
         ({"path": "somewhere"}, "remove path: 'somewhere'"),
         ({"split": "dev"}, "train and test, not 'dev'"),
-        ({"kind": "dpo"}, "rl and sft, not 'dpo'"),
+        ({"kind": "chat"}, "rl, sft, rw and dpo, not 'chat'"),
         ({"max_length": 3}, "Raise max_length"),
         ({"split": "test", "max_number": 4, "kinds": ["sub"]}, "no held-out problem exists"),
     ],

@@ -170,6 +170,15 @@ class RolloutController:
         assert self._live and self._thread is not None
         return self._thread.call(fn, *args)
 
+    def _call_unless(self, should_stop: Callable[[], bool] | None, fn: Callable[..., T], *args: Any) -> T:
+        """As ``_call``, for waiting methods: a workflow may block the event loop."""
+        assert self._live and self._thread is not None
+        return self._thread.call(fn, *args, check=lambda: self._raise_if_told(should_stop))
+
+    def _raise_if_told(self, should_stop: Callable[[], bool] | None) -> None:
+        if self._should_stop() or (should_stop is not None and should_stop()):
+            raise RolloutInterrupted("the run was told to stop while it waited for episodes")
+
     def _wait(self, done: Callable[[], bool], should_stop: Callable[[], bool] | None, limit: float = 1e18) -> None:
         """Wait until ``done`` (cheap, reads the runner's counters) or a fatal error, at most ``limit`` seconds."""
         runner, thread, end = self._live, self._thread, time.monotonic() + limit
@@ -182,8 +191,7 @@ class RolloutController:
                 if done() or time.monotonic() > end:
                     return
                 thread.raise_if_dead()
-                if self._should_stop() or (should_stop is not None and should_stop()):
-                    raise RolloutInterrupted("the run was told to stop while it waited for episodes")
+                self._raise_if_told(should_stop)
                 self._wake.wait(_POLL_SECONDS)
 
     # ------------------------------------------------------------------------------------------------ synchronous
@@ -297,14 +305,14 @@ class RolloutController:
             if barrier and job.groups:
                 self.engine.pause_generation()
                 try:
-                    self._call(runner.run_job, job)
+                    self._call_unless(should_stop, runner.run_job, job)
                     self._wait(
                         lambda: job.barrier <= 0, should_stop, min(_BARRIER_SECONDS, self.config.episode_timeout / 2)
                     )
                 finally:
                     self.engine.continue_generation()
             else:
-                self._call(runner.run_job, job)
+                self._call_unless(should_stop, runner.run_job, job)
             self._wait(lambda: job.remaining == 0, should_stop)
         except BaseException:
             # With a limit: a workflow that blocks the event loop must not keep the run from ending.
@@ -325,22 +333,33 @@ class RolloutController:
 
         Raises:
             NoGroupPassed: if it refused ``max_tried_groups``, all that were tried.
+            ArealError: if as many groups as may be under way at a time came to nothing, one after the other.
+            RuntimeError: if it waits for groups that ``pause`` keeps from starting.
         """
         if self.synchronous:
             return self._play_until_full(dataloader, should_stop)
+        try:
+            return self._next_groups(dataloader, should_stop)
+        except ArealError:
+            if self._live.fatal is None:
+                self._ledger.report(self._call(self._live.take_dropped), self.version)
+            raise
+
+    def _next_groups(self, dataloader: RowSource, should_stop: Callable[[], bool] | None) -> RolloutResult:
         start = time.monotonic()
         runner = self._live
         runner.wanted = self.batch_size
         while True:
             # Asked in the loop's thread, where its counters agree with each other.
-            room = self._call(runner.room)
+            room = self._call_unless(should_stop, runner.room)
             rows: list[dict[str, Any]] = []
             # One batch more than there is room for: what ends while the trainer is busy is replaced at once.
             while room and len(rows) < room + self.batch_size:
                 rows += dataloader.next_batch()
             if rows:
                 self._submit(rows)
-            self._wait(lambda: len(runner.ready) >= self.batch_size or runner.room() > 0, should_stop)
+            self._wait_for_groups(self.batch_size, lambda: runner.room() > 0, should_stop)
+            self._raise_if_hopeless()
             count = min(self.batch_size, len(runner.ready))
             if count < self.batch_size and self._tried_enough():
                 settle_for(count, self.batch_size, filtered(runner.dropped))
@@ -351,6 +370,24 @@ class RolloutController:
                 # A short batch is a version's batch too: nothing more may start in its place.
                 self._staleness.consumed += self.batch_size - count
                 return self._finish_async(groups, start)
+
+    def _wait_for_groups(self, count: int, other: Callable[[], bool], should_stop: Callable[[], bool] | None) -> None:
+        """Wait for ``count`` complete groups, or ``other``."""
+        runner = self._live
+
+        def check() -> None:
+            if runner.stuck and len(runner.ready) < count and not other():
+                raise RuntimeError("waiting for episodes while the controller is paused; call resume() first")
+
+        self._wait(lambda: len(runner.ready) >= count or other() or runner.stuck, should_stop)
+        self._call_unless(should_stop, check)
+
+    def _raise_if_hopeless(self) -> None:
+        """Refilling must not go on for ever where, say, the reward always raises."""
+        runner = self._live
+        dropped = [group for group in list(runner.dropped) if group.dropped == "incomplete"]
+        if len(dropped) >= (self._staleness.max_staleness + 1) * self.batch_size and not runner.ready:
+            raise nothing_accepted(dropped, f"the last {len(dropped)} groups")
 
     def _tried_enough(self) -> bool:
         """Whether no batch can be filled within the bound, since too many groups were refused."""
@@ -365,11 +402,12 @@ class RolloutController:
 
         Raises:
             ArealError: if fewer than that are under way.
+            RuntimeError: if it waits for groups that ``pause`` keeps from starting.
         """
         start, runner = time.monotonic(), self._live
         runner.wanted = count
         while True:
-            self._wait(lambda: len(runner.ready) >= count or self._under_way() < count, should_stop)
+            self._wait_for_groups(count, lambda: self._under_way() < count, should_stop)
             groups = self._call(runner.take, count) if len(runner.ready) >= count else None
             if groups is not None:
                 return self._finish_async(groups, start)
@@ -469,7 +507,7 @@ class RolloutController:
             "version": self.version,
             "consumed": self._staleness.consumed,
             "serial": self._serial,
-            "totals": dict(self._ledger.totals),
+            "totals": self._ledger.state_dict(),
             "rows": rows,
         }
 
@@ -479,7 +517,7 @@ class RolloutController:
             raise RuntimeError("load_state_dict while episodes are under way")
         self._staleness.version, self._staleness.consumed = int(state["version"]), int(state["consumed"])
         self._serial = int(state.get("serial", 0))
-        self._ledger.restore(state.get("totals", {}))
+        self._ledger.load_state_dict(state.get("totals", {}))
         self._restored = [dict(row) for row in state["rows"]]
         self._reserve.rows.clear()
         if self._runner is not None:

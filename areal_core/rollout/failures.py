@@ -13,6 +13,7 @@ from areal_core.rollout.episode import Episode, EpisodeRejected, EpisodeTimeout
 
 _WINDOW = 100
 _HUNG_REWARDS = 8
+_KINDS = 100
 
 logger = getLogger("RolloutController")
 
@@ -49,9 +50,7 @@ class FailureWatch:
     def try_again(self, episode: Episode, error: BaseException) -> bool:
         """Whether to play the episode once more after ``error``; if not, its outcome is set."""
         if episode.timed_out:
-            limit = self.config.episode_timeout
-            message = f"an episode took more than {limit:g} s (rollout.episode_timeout) and was cancelled"
-            self._fail(episode, EpisodeTimeout(message))
+            self.time_out(episode)
         elif isinstance(error, EpisodeRejected):
             episode.reject(error.reason)
         elif isinstance(error, RewardError):
@@ -67,13 +66,22 @@ class FailureWatch:
             self._fail(episode, error)
         return False
 
+    def time_out(self, episode: Episode) -> None:
+        limit = self.config.episode_timeout
+        message = f"an episode took more than {limit:g} s (rollout.episode_timeout) and was cancelled"
+        self._fail(episode, EpisodeTimeout(message))
+
     def _fail(self, episode: Episode, error: BaseException) -> None:
         episode.outcome, episode.error = "failed", error
         episode.reason = type(error).__name__
-        # Bad input stops the run, and is its one error: a traceback into the engine would only hide it.
-        if not self._exceptions[describe(error)] and not isinstance(error, BadInputError):
-            logger.warning("an episode failed: %s", describe(error), exc_info=error)
-        self._exceptions[describe(error)] += 1
+        kind = describe(error)
+        if kind not in self._exceptions:
+            if len(self._exceptions) >= _KINDS:  # Messages that hold a number or a name, each time another.
+                kind = type(error).__name__
+            # Bad input stops the run, and is its one error: a traceback into the engine would only hide it.
+            elif not isinstance(error, BadInputError):
+                logger.warning("an episode failed: %s", kind, exc_info=error)
+        self._exceptions[kind] += 1
 
     def _watch_hanging_reward(self, error: RewardError) -> None:
         # A reward that hangs each time would take reward.timeout for every episode of the batch before it is noticed.

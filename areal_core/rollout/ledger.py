@@ -54,9 +54,7 @@ class Ledger:
         if prefix == "rollout":
             stats["rollout/groups"] = float(sum(group.n_accepted > 0 for group in groups))
             reasons = Counter(group.dropped for group in ended)
-            for reason in self.dropped:
-                stats[f"rollout/{reason}_groups"] = float(reasons[reason])
-                self.dropped[reason] += reasons[reason]
+            stats.update({f"rollout/{reason}_groups": float(reasons[reason]) for reason in self.dropped})
         return RolloutResult(trajectories, stats)
 
     def report(self, groups: Iterable[Group], version: int) -> None:
@@ -65,6 +63,9 @@ class Ledger:
         outcomes = Counter(e.outcome for group in groups if group.split != "eval" for e in group.episodes)
         for outcome, count in outcomes.items():
             self.totals[outcome] += count
+        for group in groups:
+            if group.dropped:
+                self.dropped[group.dropped] += 1
         if self.on_outcome is None:
             return
         for group in groups:
@@ -78,5 +79,9 @@ class Ledger:
         stats.update({f"rollout/total/{name}_groups": count for name, count in self.dropped.items()})
         return stats
 
-    def restore(self, totals: Mapping[str, float]) -> None:
-        self.totals.update(totals)
+    def state_dict(self) -> dict[str, float]:
+        return {**self.totals, **self.dropped}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        for counts in (self.totals, self.dropped):
+            counts.update({name: state[name] for name in counts if name in state})

@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs an event loop until it is stopped.
+    """Runs an event loop until ``end``.
+
+    A task that raises ``SystemExit`` or ``KeyboardInterrupt`` would end an event loop, and so all its other tasks. This
+    one goes on: as with any other exception, only who awaits the task hears of it.
 
     Args:
         name: of the thread, and in messages.
@@ -29,6 +32,7 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self._name, self._on_end = name, on_end
         self._error: BaseException | None = None
+        self._over = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -41,20 +45,29 @@ class LoopThread:
         if not self._thread.is_alive():
             raise ArealError(f"the {self._name}'s event loop has ended") from self._error
 
-    def call(self, fn: Callable[..., T], *args: Any) -> T:
+    def call(self, fn: Callable[..., T], *args: Any, check: Callable[[], None] | None = None) -> T:
         """Run ``fn`` in the loop's thread, and wait for it.
+
+        Args:
+            check: called every 0.1 s while something else keeps the loop; may raise. ``fn`` is not run then.
 
         Raises:
             ArealError: if the loop has ended.
         """
         future = self.post(fn, *args)
-        while True:
-            try:
-                return future.result(timeout=_POLL_SECONDS)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
+        try:
+            while True:
+                try:
+                    return future.result(timeout=_POLL_SECONDS)
+                except concurrent.futures.TimeoutError:
+                    if future.done():  # That of ``fn``, or it ended at this very moment.
+                        return future.result()
                 self.raise_if_dead()
+                if check is not None and not future.running():
+                    check()
+        except BaseException:
+            future.cancel()
+            raise
 
     def post(self, fn: Callable[..., T], *args: Any) -> concurrent.futures.Future[T]:
         """Have ``fn`` run in the loop's thread."""
@@ -62,6 +75,8 @@ class LoopThread:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(fn(*args))
             except BaseException as error:
@@ -74,15 +89,17 @@ class LoopThread:
         return future
 
     def end(self, last: Coroutine[Any, Any, None], progress: Callable[[], int], patience: float) -> bool:
-        """Run ``last``, which stops the loop, and wait for the thread; returns whether it ended.
+        """Run ``last``, stop the loop, and wait for the thread; returns whether it ended.
 
         Args:
             progress: a number that changes as long as something happens.
             patience: seconds to wait without progress.
         """
+        finish = self._finish(last)
         try:
-            asyncio.run_coroutine_threadsafe(last, self.loop)
+            asyncio.run_coroutine_threadsafe(finish, self.loop)
         except RuntimeError:  # The loop is closed.
+            finish.close()
             last.close()
         before, since = -1, time.monotonic()
         while self._thread.is_alive() and time.monotonic() - since < patience:
@@ -92,10 +109,20 @@ class LoopThread:
                 before, since = now, time.monotonic()
         return not self._thread.is_alive()
 
+    async def _finish(self, last: Coroutine[Any, Any, None]) -> None:
+        try:
+            await last
+        finally:
+            self._over = True
+            self.loop.stop()
+
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            while not self._over:
+                # The task keeps its exception, for who awaits it.
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    self.loop.run_forever()
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         except BaseException as error:
             self._error = error

@@ -31,12 +31,13 @@ logger = getLogger("RolloutController")
 class _Lane:
     """Episodes that wait for their turn, and those that run, in the order of their start."""
 
-    __slots__ = ("paused", "queue", "running", "standbys", "wanted")
+    __slots__ = ("newest", "paused", "queue", "running", "standbys", "wanted")
 
     def __init__(self) -> None:
         self.queue: deque[Episode] = deque()
         self.running: dict[Episode, None] = {}
         self.standbys = 0  # workers that are about to start
+        self.newest: asyncio.Task[None] | None = None  # the last of them
         self.wanted = 1  # as many of them
         self.paused = False
 
@@ -160,6 +161,12 @@ class EpisodeRunner:
         self.staleness.set_version(version)
         self._admit()
 
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing that was submitted can go on before ``resume``."""
+        lane = self.lanes["train"]
+        return lane.paused and not lane.running
+
     def room(self) -> int:
         """Groups that could be submitted and would start now."""
         return max(0, self.staleness.capacity - len(self.pending))
@@ -168,13 +175,17 @@ class EpisodeRunner:
 
     def _pump(self, lane: _Lane) -> None:
         """Have workers for what waits, unless some are about to start."""
-        if lane.standbys or lane.paused or self._stopping or self.fatal is not None:
+        if lane.paused or self._stopping or self.fatal is not None:
             return
+        if lane.standbys and lane.newest is not None:
+            if not lane.newest.done():
+                return
+            lane.standbys = 0  # An episode has cancelled every task it found, these before they started.
         count = min(lane.wanted, len(lane.queue), self._limit - len(lane.running))
         for number in range(count):
             lane.standbys += 1
             # In a context of its own, not that of the episode which happens to be playing.
-            self.loop.create_task(self._work(lane, first=number == 0), context=self._context.copy())
+            lane.newest = self.loop.create_task(self._work(lane, first=number == 0), context=self._context.copy())
 
     async def _work(self, lane: _Lane, first: bool) -> None:
         lane.standbys -= 1
@@ -228,9 +239,9 @@ class EpisodeRunner:
                 if not episode.ended:
                     self._take_result(episode, result)
                 return
-            except GeneratorExit:
-                raise
-            except BaseException as error:  # SystemExit and KeyboardInterrupt of a task would end the event loop
+            except BaseException as error:  # A workflow may raise anything, SystemExit for one.
+                if isinstance(error, GeneratorExit) and not self.loop.is_running():
+                    raise  # The task is being thrown away, with its loop.
                 if episode.ended or not self.watch.try_again(episode, error):
                     return
 
@@ -246,7 +257,10 @@ class EpisodeRunner:
         for trajectory in trajectories:
             _set_group_id(trajectory, group.uid)
         episode.trajectories = trajectories
-        if self.should_accept is not None and not all(map(self.should_accept, trajectories)):
+        should_accept = self.should_accept
+        if should_accept is not None and not self._passes(
+            "should_accept", lambda: all(map(should_accept, trajectories))
+        ):
             episode.reject("filter")
             return
         episode.outcome = "accepted"
@@ -258,18 +272,30 @@ class EpisodeRunner:
         overdue, upcoming = [], []
         for lane in self.lanes.values():
             for episode in lane.running:
-                # A workflow that swallows its cancellation is not cancelled in a busy loop.
                 if episode.timed_out:
                     continue
                 if episode.start + limit > now:
                     upcoming.append(episode.start + limit)
                     break
-                overdue.append(episode)
+                overdue.append((episode, lane))
         self._sweeper = self.loop.call_at(min(upcoming), self._sweep) if upcoming else None
-        for episode in overdue:
+        for episode, lane in overdue:
             episode.timed_out = True
             if episode.task is not None:
                 episode.task.cancel()
+            # It may clean up, or swallow its cancellation, but not for ever.
+            self.loop.call_later(limit, self._give_up, episode, lane)
+
+    def _give_up(self, episode: Episode, lane: _Lane) -> None:
+        """End an episode that was cancelled as long ago as it may take, and still runs."""
+        if episode.ended:
+            return
+        if episode.task is not None:
+            episode.task.cancel()
+        episode.seconds = self.loop.time() - episode.start
+        self.watch.time_out(episode)
+        self._end(episode, lane)
+        self._pump(lane)
 
     def _admitted(self, episode: Episode) -> None:
         job = episode.group.job
@@ -328,12 +354,18 @@ class EpisodeRunner:
             self.notify()
 
     def _group_passes(self, group: Group, accepted: list[Episode]) -> bool:
-        if self.should_accept_group is None or group.split == "eval":
+        should_accept = self.should_accept_group
+        if should_accept is None or group.split == "eval":
             return True
+        trajectories = [trajectory for episode in accepted for trajectory in episode.trajectories]
+        return self._passes("should_accept_group", lambda: should_accept(trajectories))
+
+    def _passes(self, name: str, ask: Callable[[], bool]) -> bool:
+        """Ask a filter; the run stops if it raises."""
         try:
-            return self.should_accept_group([t for episode in accepted for t in episode.trajectories])
+            return ask()
         except Exception as error:
-            failure = ArealError(f"should_accept_group raised {describe(error)}")
+            failure = ArealError(f"{name} raised {describe(error)}")
             failure.__cause__ = error
             self.watch.stop_for(failure)
             return False
@@ -398,25 +430,22 @@ class EpisodeRunner:
             self._sweeper = None
 
     async def shut_down(self) -> None:
-        """Cancel everything, and stop the loop when it has ended, or when nothing ends any more."""
-        try:
-            self.cancel_all()
-            # Also what episodes left behind: tasks that they started and did not await.
-            current = asyncio.current_task()
-            tasks = [task for task in asyncio.all_tasks(self.loop) if task is not current]
-            for task in tasks:
-                task.cancel()
-            since = self.loop.time()
-            while tasks and self.loop.time() - since < _CANCEL_SECONDS:
-                await asyncio.sleep(0.01)
-                alive = [task for task in tasks if not task.done()]
-                if len(alive) < len(tasks):
-                    tasks, since = alive, self.loop.time()
-                    self.progress += 1
-            if tasks:
-                logger.warning("%d tasks ignore their cancellation and are abandoned", len(tasks))
-        finally:
-            self.loop.stop()
+        """Cancel everything; returns when it has ended, or when nothing ends any more."""
+        self.cancel_all()
+        # Also what episodes left behind: tasks that they started and did not await.
+        current = asyncio.current_task()
+        tasks = [task for task in asyncio.all_tasks(self.loop) if task is not current]
+        for task in tasks:
+            task.cancel()
+        since = self.loop.time()
+        while tasks and self.loop.time() - since < _CANCEL_SECONDS:
+            await asyncio.sleep(0.01)
+            alive = [task for task in tasks if not task.done()]
+            if len(alive) < len(tasks):
+                tasks, since = alive, self.loop.time()
+                self.progress += 1
+        if tasks:
+            logger.warning("%d tasks ignore their cancellation and are abandoned", len(tasks))
 
     def _cancel(self, lane: _Lane, episodes: Iterable[Episode]) -> None:
         for episode in episodes:

@@ -844,7 +844,8 @@ def test_interrupts_when_they_storm_count_every_episode_once(start):
 
 
 def test_should_stop_when_episodes_never_wait_is_asked_while_they_play(start):
-    workflow = Workflow(lambda data, sample, attempt: None)  # rejected at once: other rows follow for ever
+    # Most are rejected at once: other rows follow for long.
+    workflow = Workflow(lambda data, sample, attempt: 1.0 if data["n"] == 0 else None)
     controller = start(workflow, max_head_offpolicyness=2, batch_size=50)
 
     with pytest.raises(RolloutInterrupted):

@@ -269,7 +269,7 @@ def test_timeout_when_a_workflow_swallows_its_cancellation_ends_once_as_failed(s
         return trajectory()
 
     job = stage.start(play, 6)
-    for now in (0.0, 9.0, 11.0, 12.0, 30.0):
+    for now in (0.0, 9.0, 11.0, 12.0, 20.0):
         stage.now = now
         for _ in range(10):
             stage.turn()
@@ -343,3 +343,44 @@ def test_cancel_when_it_storms_ends_every_episode_once(stage):
     assert counted["accepted"] + counted["cancelled"] == 30 * 60 and counted["accepted"] and counted["cancelled"]
     assert stage.runner.progress == 30 * 61
     assert not stage.runner.lanes["sync"].running and not stage.runner.lanes["sync"].queue
+
+
+def test_tasks_when_an_episode_cancels_all_that_it_finds_are_replaced(stage):
+    async def play(engine, data):
+        if data["n"] == 5:
+            for task in asyncio.all_tasks():
+                if task is not asyncio.current_task():
+                    task.cancel()
+        await asyncio.sleep(0)
+        return trajectory()
+
+    counted = outcomes(stage(limit=4, retries=1).play(play, 40, turns=400))
+
+    assert counted == {"accepted": 40}
+
+
+def test_timeout_when_episodes_start_at_many_times_is_exact_for_each(stage):
+    stage = stage(timeout=10.0)
+    ends = {}
+
+    async def play(engine, data):
+        begin = stage.now
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends[data["n"]] = stage.now - begin
+
+    workflow = type("Workflow", (), {"arun_episode": lambda self, engine, data: play(engine, data)})()
+    for n in range(300):
+        job = Job("eval" if n % 3 else "sync")
+        job.groups = [Group({"n": n}, str(n), 1, workflow, "train", job)]
+        stage.runner.run_job(job)
+        stage.now += 0.0625
+        for _ in range(3):
+            stage.turn()
+    for _ in range(200):
+        stage.now += 0.0625
+        for _ in range(3):
+            stage.turn()
+
+    assert len(ends) == 300 and max(ends.values()) <= 10.0625 and min(ends.values()) >= 10.0

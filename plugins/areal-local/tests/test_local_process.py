@@ -238,6 +238,14 @@ def test_from_model_when_a_process_is_asked_for_is_an_error(model, make_engine):
 
 
 @pytest.mark.slow
+def test_initialize_when_the_import_path_holds_no_text_starts_a_process(start, generate, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", ["", tmp_path, *sys.path])
+
+    engine = start(process=True)
+
+    assert len(generate(engine, [(PROMPT, {})], max_new_tokens=3)[0].output_tokens) == 3
+
+
 def test_initialize_when_it_takes_too_long_is_an_error_and_leaves_no_process():
     before = set(psutil.Process().children())
     config = InferenceEngineConfig(setup_timeout=0.01, plugin_options={"local": LocalConfig(process=True)})

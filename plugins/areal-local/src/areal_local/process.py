@@ -46,6 +46,12 @@ class GenerationProcessError(ArealError):
     """The generation process ended by itself. Its requests may be sent again."""
 
 
+def _import_path() -> list[str]:
+    """This process's ``sys.path``, for another."""
+    # Import ignores what is no text, e.g. a Path.
+    return [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)]
+
+
 class GenerationProcess:
     """One child. Everything it says is handled in one thread, which also writes to it.
 
@@ -77,7 +83,7 @@ class GenerationProcess:
         self._awake = False
         try:
             with theirs:
-                path = json.dumps([os.getcwd() if entry == "" else entry for entry in sys.path])
+                path = json.dumps(_import_path())
                 self.popen = subprocess.Popen(
                     [sys.executable, "-P", "-c", _PROGRAM, path, str(theirs.fileno()), str(segment)],
                     stdin=subprocess.DEVNULL,

@@ -148,7 +148,7 @@ def _describe(
 ) -> dict[str, Any]:
     from areal_core.errors import BadInputError
 
-    first = [dict(rows[index]) for index in range(min(shown, len(rows)))]
+    first = [_without_pixels(dict(rows[index])) for index in range(min(shown, len(rows)))]
     result: dict[str, Any] = {
         "dataset": dataset.name,
         "path": dataset.path,
@@ -195,6 +195,20 @@ def _print(result: dict[str, Any]) -> None:
                     console.stdout(f"{column} [{message['role']}]: {message.get('content')}")
             else:
                 console.stdout(f"{column}: {_short(value)}")
+
+
+def _without_pixels(value: Any) -> Any:
+    """A row with its images as sizes, in text."""
+    if isinstance(value, dict):
+        return {name: _without_pixels(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_pixels(part) for part in value]
+    if isinstance(value, (bytes, bytearray)):
+        return f"<{len(value):,} bytes>"
+    if hasattr(value, "mode") and hasattr(value, "size"):  # a PIL image
+        return f"<image of {value.size[0]} x {value.size[1]} pixels>"
+    shape = getattr(value, "shape", ())
+    return f"<array {' x '.join(map(str, shape))}>" if len(shape) > 1 else value
 
 
 def _is_chat(value: Any) -> bool:

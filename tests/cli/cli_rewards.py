@@ -42,3 +42,12 @@ def rows(path: str | None, split: str, *, kind: str, tokenizer: Any, max_length:
         return []
     row = {"messages": [{"role": "user", "content": f"{split} as {kind}?"}], "answer": "x" * 1000, "n": 3}
     return [row, {**row, "messages": [{"role": "user", "content": "a much longer question than the first one"}]}]
+
+
+def image_rows(path: Any, split: str, **options: Any) -> list[dict[str, Any]]:
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.zeros((2, 3, 3), np.uint8)
+    part = {"type": "image", "image": Image.fromarray(pixels)}
+    return [{"messages": [{"role": "user", "content": [part]}], "images": [pixels, b"1234"]}]

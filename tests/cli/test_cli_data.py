@@ -151,3 +151,12 @@ def test_preview_when_options_do_not_fit_a_config_then_exit_2(
     assert areal(["data", "preview", run_yaml, *arguments]) == 2
 
     assert words in capsys.readouterr().err
+
+
+def test_preview_when_rows_have_images_then_their_sizes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code = areal(["data", "preview", "--name", "cli_rewards:image_rows", "--json"])
+
+    (item,) = json.loads(capsys.readouterr().out)["preview"]
+    assert code == 0
+    assert item["row"]["messages"][0]["content"] == [{"type": "image", "image": "<image of 3 x 2 pixels>"}]
+    assert item["row"]["images"] == ["<array 2 x 3 x 3>", "<4 bytes>"]

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +10,12 @@ import fsdp_cases as cases
 import pytest
 import torch
 import transformers
+from fsdp_launch import launch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from areal_core.api.configs import LoRAConfig, OptimizerConfig
 
-HERE = Path(__file__).parent
 CASES = [
     "grad-qwen3-uneven",
     "grad-qwen3-empty",
@@ -34,28 +30,6 @@ CASES = [
 ]
 
 
-def launch(processes: int, models: Path, out: Path, names: list[str]) -> None:
-    """Run the worker on several ranks, set up as torchrun would; fails with their output."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    command = [sys.executable, str(HERE / "fsdp_worker.py"), str(models), str(out), *names]
-    logs = [out / f"rank{rank}.log" for rank in range(processes)]
-    workers = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as stream:
-                own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                workers.append(subprocess.Popen(command, env=own, stdout=stream, stderr=subprocess.STDOUT))
-        codes = [worker.wait(timeout=300) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert codes == [0] * processes, "\n".join(log.read_text()[-3000:] for log in logs)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
@@ -68,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of all cases on two ranks: one launch, as starting processes is what takes long."""
     out = tmp_path_factory.mktemp("d2")
-    launch(2, models, out, CASES)
+    launch(2, "fsdp_worker.py", out, [str(models), str(out), *CASES])
     return out
 
 
@@ -170,7 +144,7 @@ def test_load_when_checkpoint_missing_expected_error_not_hang(two_ranks: Path) -
 
 @pytest.mark.slow
 def test_resume_when_on_two_ranks_expected_bitwise_equal(models: Path, tmp_path: Path) -> None:
-    launch(2, models, tmp_path, ["resume-qwen3-empty"])
+    launch(2, "fsdp_worker.py", tmp_path, [str(models), str(tmp_path), "resume-qwen3-empty"])
 
     result, straight = results(tmp_path, "resume-qwen3-empty")
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +13,12 @@ import peft
 import pytest
 import torch
 import transformers
+from fsdp_launch import launch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from areal_core.api.configs import LoRAConfig
 
-HERE = Path(__file__).parent
 ARCHES = ["qwen2", "qwen3", "gemma3", "gpt_oss", "qwen3_moe", "gpt2"]  # tied, untied, buffers, two that are converted
 BAD = ["shard", "corrupt", "shape", "missing", "unexpected", "index"]
 CASES = [
@@ -35,28 +31,6 @@ CASES = [
     *(f"optimizer-{name}" for name in cases.OPTIMIZERS),
     "background-qwen3",
 ]
-
-
-def launch(processes: int, models: Path, out: Path, names: list[str]) -> None:
-    """Run the worker on several ranks, set up as torchrun would; fails with their output."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    command = [sys.executable, str(HERE / "fsdp_state_worker.py"), str(models), str(out), *names]
-    logs = [out / f"rank{rank}.log" for rank in range(processes)]
-    workers = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as stream:
-                own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                workers.append(subprocess.Popen(command, env=own, stdout=stream, stderr=subprocess.STDOUT))
-        codes = [worker.wait(timeout=500) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert codes == [0] * processes, "\n".join(log.read_text()[-3000:] for log in logs)
 
 
 def damage(folder: Path, kind: str) -> None:
@@ -102,7 +76,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of all cases on two ranks: one launch, as starting processes is what takes long."""
     out = tmp_path_factory.mktemp("d2")
-    launch(2, models, out, CASES)
+    launch(2, "fsdp_state_worker.py", out, [str(models), str(out), *CASES])
     return out
 
 
@@ -200,7 +174,7 @@ def test_initialize_when_on_two_ranks_expected_peak_below_1_3_models(tmp_path: P
     # A small one first: what libraries take when they are first used is not the model's.
     cases.make_folder("qwen3", tmp_path / "models" / "qwen3")
 
-    launch(2, tmp_path / "models", tmp_path, ["load-qwen3", "memory-big"])
+    launch(2, "fsdp_state_worker.py", tmp_path, [str(tmp_path / "models"), str(tmp_path), "load-qwen3", "memory-big"])
 
     result, _ = results(tmp_path, "memory-big")
     assert result["bytes"] > 190e6

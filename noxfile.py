@@ -49,7 +49,9 @@ def tests(session: nox.Session) -> None:
     # A selection may hold no fast test, or no slow one; pytest says so with 5.
     codes = [0, 5] if session.posargs else [0]
     for marks, workers in ((f"not slow and {OTHER_ENVIRONMENTS}", "2"), (f"slow and {OTHER_ENVIRONMENTS}", "2")):
-        session.run("pytest", "-n", workers, "-m", marks, *session.posargs, env=QUIET_THREADS, success_codes=codes)
+        # By file: what the tests of a file share (a launch of several ranks, say) is made once.
+        spread = ("-n", workers, "--dist", "loadfile")
+        session.run("pytest", *spread, "-m", marks, *session.posargs, env=QUIET_THREADS, success_codes=codes)
     if not session.posargs:
         # Apart from the others: where torchao is installed, transformers imports it, which takes a second in each of
         # the many processes, and prints warnings into their output.

@@ -9,7 +9,6 @@ from areal_core.algorithms.distill import distill_loss, distill_loss_weight, div
 from areal_core.api.batch import PackedBatch
 from areal_core.api.engine_api import InferenceEngine, TrainEngine
 from areal_core.data.packing import pack_trajectories
-from areal_core.data.partition import balanced_partition
 from areal_core.errors import BadInputError
 from areal_core.stats import StatsTracker
 from areal_core.trainer.checks import check_run
@@ -129,14 +128,7 @@ class DistillTrainer:
 
     def _with_teacher(self, batch: PackedBatch | None) -> PackedBatch:
         """This rank's part of rank 0's batch, with the teacher's ``teacher_hidden`` ``[T, H]``. Collective."""
-        parts = None
-        if batch is not None:
-            parts = balanced_partition(
-                batch.seqlens.tolist(),
-                self.router.dp_size,
-                groups=batch["group_ids"].tolist(),
-                attention_cost=self.config.actor.mb_spec.attention_cost,
-            )
+        parts = self.router.partition(batch, self.config.actor.mb_spec.attention_cost)
         shard = self.router.scatter(batch, parts)
         return shard.with_tokens(teacher_hidden=self.teacher.hidden_states(shard))
 

@@ -161,7 +161,7 @@ class RLTrainer:
         for name, engine, output in wanted:
             engine.eval()
             router = self.routers[id(engine)]
-            parts = self._partition(batch, router.dp_size)
+            parts = router.partition(batch, self.config.actor.mb_spec.attention_cost)
             is_base = name == "ref_logprobs" and engine is self.actor
             with self.actor.disable_adapter() if is_base else nullcontext():
                 result = engine.forward(router.scatter(batch, parts))
@@ -230,19 +230,7 @@ class RLTrainer:
     def _shard(self, batch: PackedBatch | None, engine: TrainEngine) -> PackedBatch:
         """This rank's part of rank 0's batch, for one engine. Collective."""
         router = self.routers[id(engine)]
-        return router.scatter(batch, self._partition(batch, router.dp_size))
-
-    def _partition(self, batch: PackedBatch | None, parts: int) -> list[list[int]] | None:
-        if batch is None:
-            return None
-        from areal_core.data.partition import balanced_partition
-
-        return balanced_partition(
-            batch.seqlens.tolist(),
-            parts,
-            groups=batch["group_ids"].tolist(),
-            attention_cost=self.config.actor.mb_spec.attention_cost,
-        )
+        return router.scatter(batch, router.partition(batch, self.config.actor.mb_spec.attention_cost))
 
 
 def _without_zero_advantage(batch: PackedBatch) -> tuple[PackedBatch, int]:

@@ -117,6 +117,16 @@ class ShardRouter:
         dist.all_gather(everyone, mine, group=self.world.group)
         return [int(v) for v in everyone]
 
+    def partition(self, batch: PackedBatch | None, attention_cost: float) -> list[list[int]] | None:
+        """Rank 0's parts of a batch of rollouts, balanced, with the samples of a prompt together where that fits."""
+        if batch is None:
+            return None
+        from areal_core.data.partition import balanced_partition
+
+        return balanced_partition(
+            batch.seqlens.tolist(), self.dp_size, groups=batch["group_ids"].tolist(), attention_cost=attention_cost
+        )
+
     def scatter(self, batch: PackedBatch | None, parts: Sequence[Sequence[int]] | None) -> PackedBatch:
         """This rank's shard of rank 0's ``batch``: ``parts[data_parallel_rank]`` are its sequences. Collective."""
         from areal_core.data.comm import scatter_batches

@@ -29,7 +29,7 @@ def shaped_rewards(config: PPOActorConfig, batch: PackedBatch) -> torch.Tensor:
     """``clip((r + bias) * scaling, +-reward_clip)``, then ``reward_norm``; fp32 ``[B]``."""
     scaled = (batch["rewards"] + config.reward_bias) * config.reward_scaling
     clipped = scaled.clamp(-config.reward_clip, config.reward_clip)
-    return _normalized(config.reward_norm, clipped, batch["group_ids"], None)
+    return normalized(config.reward_norm, clipped, batch["group_ids"], None)
 
 
 def shaped_action_rewards(config: PPOActorConfig, batch: PackedBatch, rewards: torch.Tensor) -> torch.Tensor:
@@ -67,12 +67,13 @@ def normalized_advantages(config: PPOActorConfig, batch: PackedBatch, advantages
     """``adv_norm`` over trained tokens; ``[T]``."""
     mask = batch["loss_mask"]
     groups = expand_rows(batch["group_ids"], batch.cu_seqlens, batch.num_tokens)
-    return _normalized(config.adv_norm, advantages, groups, mask)
+    return normalized(config.adv_norm, advantages, groups, mask)
 
 
-def _normalized(
+def normalized(
     norm: NormConfig | None, values: torch.Tensor, group_ids: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
+    """``normalize`` as a section of the configuration says; unchanged where there is none."""
     if norm is None:
         return values
     return normalize(
@@ -170,7 +171,7 @@ def policy_loss(config: PPOActorConfig, output: TokenOutput, batch: PackedBatch,
         stats["prox_kl"] = as_stat(_approx_kl(current, old), mask)
         maxima["behave_ratio"] = as_maximum(importance.ratio, mask)
     stats["policy_loss"] = as_stat(per_token, mask)
-    if kl_in_loss(config):
+    if config.kl_in_loss:
         if ref is None:
             raise ValueError("kl_ctl > 0 needs ref_logprobs in the batch")
         per_token = per_token + config.kl_ctl * kl_estimate(logprobs, ref, config.kl_estimator)
@@ -226,10 +227,6 @@ def behaviour_weights(
         upper=chosen.upper,
         sequence_ratio=chosen.sequence_ratio,
     )
-
-
-def kl_in_loss(config: PPOActorConfig) -> bool:
-    return config.kl_ctl > 0 and not config.kl_in_reward
 
 
 def row_weights(config: PPOActorConfig, batch: PackedBatch) -> torch.Tensor:

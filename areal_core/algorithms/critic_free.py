@@ -61,12 +61,11 @@ class CriticFree(Algorithm):
 
     @property
     def needs_prox_logprobs(self) -> bool:
-        return self.config.is_decoupled and self.config.prox_logp == "recompute"
+        return self.config.recomputes_prox_logprobs
 
     @property
     def zero_advantage_is_zero_gradient(self) -> bool:
-        kl_in_loss = self.config.kl_ctl > 0 and not self.config.kl_in_reward
-        return not kl_in_loss and self.config.entropy_coef == 0
+        return not self.config.kl_in_loss and self.config.entropy_coef == 0
 
     def compute_advantages(self, batch: PackedBatch) -> tuple[PackedBatch, dict[str, float]]:
         """Add ``advantages`` fp32 ``[T]``.

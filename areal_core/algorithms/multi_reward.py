@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from areal_core.algorithms.clipped import normalized
 from areal_core.algorithms.norm import has_variance, normalize
 from areal_core.api.configs import NormConfig
 
@@ -30,16 +31,7 @@ def decoupled_rewards(
     for k in range(terms.shape[1]):
         present = ~terms[:, k].isnan()
         values = torch.where(present, terms[:, k], 0.0).double()
-        advantage = normalize(
-            values,
-            group_ids,
-            present,
-            mean_level=norm.mean_level,
-            std_level=norm.std_level,
-            mean_leave1out=norm.mean_leave1out,
-            std_unbiased=norm.std_unbiased,
-            eps=norm.eps,
-        )
+        advantage = normalized(norm, values, group_ids, present)
         total = total + (advantage if weights is None else weights[:, k].double() * advantage)
         varies |= has_variance(advantage, group_ids)
     whole = normalize(total, mean_level="batch", std_level="batch", std_unbiased=norm.std_unbiased, eps=norm.eps)

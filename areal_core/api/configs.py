@@ -224,6 +224,16 @@ class PPOActorConfig(TrainEngineConfig):
         """Whether the ratio is taken to the proximal policy, and corrected for the sampler by a weight."""
         return self.use_decoupled_loss or self.importance is not None
 
+    @property
+    def recomputes_prox_logprobs(self) -> bool:
+        """Whether the decoupled loss reads log-probs of a forward pass before the first update."""
+        return self.is_decoupled and self.prox_logp == "recompute"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the KL to the reference is a term of the loss, not of the rewards."""
+        return self.kl_ctl > 0 and not self.kl_in_reward
+
 
 @attrs.define(kw_only=True)
 class PPOCriticConfig(TrainEngineConfig):

@@ -15,7 +15,13 @@ nox.options.sessions = ["lint", "tests"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
 
-PLUGINS = ("plugins/areal-fsdp", "plugins/areal-local", "plugins/areal-gsm8k", "plugins_contrib/areal-arithmetic")
+PLUGINS = (
+    "plugins/areal-fsdp",
+    "plugins/areal-local",
+    "plugins/areal-vllm",
+    "plugins/areal-gsm8k",
+    "plugins_contrib/areal-arithmetic",
+)
 TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema")
 # One thread per worker, and threads that sleep while they wait: two busy pools on two cores are slower than one.
 QUIET_THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}

@@ -15,7 +15,7 @@ from areal_core.plugins import PluginManager, get_plugin_manager
 from areal_core.plugins.discovery import canonical
 
 #: The distributions whose options the page describes, where they are installed.
-FIRST_PARTY = ("areal-core", "areal-fsdp", "areal-local", "areal-gsm8k")
+FIRST_PARTY = ("areal-core", "areal-fsdp", "areal-local", "areal-vllm", "areal-gsm8k")
 
 _INTRODUCTION = """\
 # Configuration reference

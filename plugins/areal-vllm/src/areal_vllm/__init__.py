@@ -1,0 +1,1 @@
+"""areal-vllm: the inference engine of AReaL that talks to vLLM servers."""

@@ -25,7 +25,8 @@ class PackedBatch:
     Attributes:
         cu_seqlens: int32 ``[B + 1]``, from 0 to ``T``. ``B`` may be 0: a rank with an empty shard.
         tokens: per-token tensors ``[T, ...]``. Always ``input_ids`` (int64) and ``loss_mask`` (bool). In RL also
-            ``logprobs`` (the sampler's, fp32), ``versions`` (int32), and what an algorithm adds: ``prox_logprobs``,
+            ``logprobs`` (the sampler's, fp32), ``versions`` (int32), with a sampler that truncates ``supports`` (int32
+            ``[T, K]``, see ``areal_core.api.supports``), and what an algorithm adds: ``prox_logprobs``,
             ``ref_logprobs``, ``values``, ``advantages``, ``returns``.
         rows: per-sequence tensors ``[B, ...]``: ``rewards`` (fp32), ``group_ids`` (int64; equal for the samples of
             one prompt), ``pair_ids`` (int64; those with an equal one never part: not over ranks, nor over
@@ -87,6 +88,11 @@ class PackedBatch:
         """A batch that shares this one's tensors, with row tensors added or replaced."""
         return PackedBatch(self.cu_seqlens, dict(self.tokens), {**self.rows, **tensors}, self.multi_modal_input)
 
+    def without(self, *names: str) -> PackedBatch:
+        """A batch that shares this one's tensors, without some token tensors, if it has them."""
+        tokens = {k: v for k, v in self.tokens.items() if k not in names}
+        return PackedBatch(self.cu_seqlens, tokens, dict(self.rows), self.multi_modal_input)
+
     def to(self, device: torch.device | str) -> PackedBatch:
         return PackedBatch(
             self.cu_seqlens.to(device),
@@ -133,7 +139,8 @@ class TokenOutput:
 
     Attributes:
         logprobs: fp32 ``[T]``: log-prob of token ``i`` (see ``io_struct``) where ``loss_mask[i]``, else 0.
-        entropy: fp32 ``[T]`` or None: entropy in nats of the distribution that token ``i`` was drawn from.
+        entropy: fp32 ``[T]`` or None: entropy in nats of the distribution that token ``i`` was drawn from, which is
+            that over its support where it has one.
         values: fp32 ``[T]`` or None: a critic's value of the state *before* token ``i``.
         of_logits: fp32 ``[T]`` or None: what a ``logits_fn`` (see ``TrainEngine.train_batch``) gave where
             ``loss_mask[i]``, else 0.

@@ -44,9 +44,12 @@ class InferenceEngine(abc.ABC):
     Attributes:
         takes_adapters: whether ``update_weights_from_disk`` takes a LoRA adapter in peft's layout (its folder is
             ``meta.path``) when ``meta.type`` is ``lora``.
+        returns_supports: whether it answers ``request.return_supports``: with the ids that top-k, top-p and min-p kept
+            (at most ``top_k``, the sampled one among them), and log-probs over them. Without it no training truncates.
     """
 
     takes_adapters: ClassVar[bool] = False
+    returns_supports: ClassVar[bool] = False
 
     @abc.abstractmethod
     def initialize(self, model_path: str, tokenizer: Any = None, ft_spec: FinetuneSpec | None = None) -> None:
@@ -131,7 +134,12 @@ class TrainEngine(abc.ABC):
     """Trains one model over all ranks of its mesh. Every method is called by every rank (SPMD).
 
     Constructed as ``Engine(config: TrainEngineConfig)``; its own options are ``config.options``.
+
+    Attributes:
+        takes_supports: whether log-probs and entropies are those over ``batch["supports"]`` for tokens that have one.
     """
+
+    takes_supports: ClassVar[bool] = False
 
     @abc.abstractmethod
     def create_process_group(self, parallel_strategy: ParallelStrategy) -> None:

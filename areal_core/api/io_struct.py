@@ -8,6 +8,9 @@ over the *whole* vocabulary, where ``T`` is the sampling temperature (``T = 1`` 
 It is taken before top-k, top-p and min-p truncation, and it is what an inference engine returns in
 ``output_logprobs`` and what a train engine computes in ``forward`` and ``train_batch``. Per-token arrays are aligned
 with the token itself: entry ``i`` belongs to token ``i``. Nothing is shifted outside an engine.
+
+Where a token comes with its *support* ``S`` (the ids that truncation had kept, see ``areal_core.api.supports``), both
+sides take the log-prob over ``S`` instead: ``log softmax(logits_t[S] / T)[x_t]``, the probability it was drawn with.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from areal_core.api.supports import MAX_SUPPORT, Supports, join
 from areal_core.config.fields import option
 
 StopReason = Literal["stop", "length", "tool_calls", "abort", "interrupt"]
@@ -55,6 +59,11 @@ class GenerationHyperparameters:
     def effective_temperature(self) -> float:
         """The temperature of the framework's log-prob definition: 1 when decoding greedily."""
         return 1.0 if self.is_greedy else self.temperature
+
+    @property
+    def has_bounded_support(self) -> bool:
+        """Whether sampling keeps no more tokens than an engine may be asked for, see ``ModelRequest``."""
+        return 0 < self.top_k <= MAX_SUPPORT and not self.is_greedy
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """A copy with some fields changed."""
@@ -96,6 +105,8 @@ class ModelRequest:
         image_data: for vision-language models: the images, in the order of their placeholders in ``input_ids``, which
             holds as many of them as the model has features (what its processor writes).
         processor: the model's transformers processor; it turns ``image_data`` into tensors.
+        return_supports: also give ``output_supports``, and log-probs over them; ``gconfig.has_bounded_support`` holds.
+            Only an engine that ``returns_supports`` may be asked for it; the controller does so for training.
     """
 
     input_ids: list[int]
@@ -105,6 +116,7 @@ class ModelRequest:
     tokenizer: Any = None
     image_data: list[Any] | None = None
     processor: Any = None
+    return_supports: bool = False
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -116,6 +128,7 @@ class ModelResponse:
         output_tokens: generated ids, the stop token included when one was sampled.
         output_logprobs: log-prob of each generated token under the framework's definition (see this module).
         output_versions: weight version that produced each token.
+        output_supports: int32 ``[number of output_tokens, K]`` if the request asked for it, else None.
         stop_reason: ``stop`` (a stop id or string), ``length``, ``tool_calls``, ``abort`` (cancelled) or
             ``interrupt`` (the engine gave up its partial result on a weight update; the caller may go on from it).
         latency, ttft: seconds to the whole answer and to its first token.
@@ -125,6 +138,7 @@ class ModelResponse:
     output_tokens: list[int] = attrs.field(factory=list)
     output_logprobs: list[float] = attrs.field(factory=list)
     output_versions: list[int] = attrs.field(factory=list)
+    output_supports: Supports | None = None
     stop_reason: StopReason = "stop"
     latency: float = 0.0
     ttft: float = 0.0
@@ -155,6 +169,10 @@ def _float32(value: Any) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(value, dtype=np.float32)
 
 
+def _supports(value: Any) -> Supports | None:
+    return None if value is None else _int32(value)
+
+
 def _bool(value: Any) -> npt.NDArray[np.bool_]:
     return np.ascontiguousarray(value, dtype=np.bool_)
 
@@ -170,6 +188,8 @@ class Trajectory:
         loss_mask: bool ``[L]``; true where the model sampled the token and is trained on it.
         logprobs: float32 ``[L]``; the sampler's log-prob where ``loss_mask``, else 0.
         versions: int32 ``[L]``; the weight version that sampled the token, -1 where not ``loss_mask``.
+        supports: int32 ``[L, K]`` or None: what the sampler had kept when it drew the token, see
+            ``areal_core.api.supports``. Not written to ``trajectories/``.
         reward: the scalar that is optimised.
         rewards: the named rewards it was made of, unweighted; filled from a ``Score`` given as ``reward``.
         token_rewards: float32 ``[L]`` or None: rewards at single tokens, beside ``reward`` (which sits at the last
@@ -200,6 +220,7 @@ class Trajectory:
     ttft: float | None = None
     metadata: dict[str, Any] = attrs.field(factory=dict)
     multi_modal_input: Mapping[str, Any] = attrs.field(factory=dict)
+    supports: Supports | None = attrs.field(default=None, converter=_supports)
 
     def __attrs_post_init__(self) -> None:
         length = len(self.input_ids)
@@ -207,6 +228,11 @@ class Trajectory:
             value = getattr(self, name)
             if value is not None and value.shape != (length,):
                 raise ValueError(f"Trajectory.{name} has shape {value.shape}, but input_ids has length {length}")
+        if self.supports is not None and (self.supports.ndim != 2 or len(self.supports) != length):
+            raise ValueError(
+                f"Trajectory.supports has shape {self.supports.shape}, but input_ids has length {length}: it must be "
+                f"[{length}, K]"
+            )
         # By its attribute and not its class: this module stays free of the machinery of rewards.
         terms = getattr(self.reward, "terms", None)
         if terms is not None:
@@ -252,6 +278,7 @@ class Trajectory:
         mask: list[bool] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        supports: list[tuple[Supports | None, int]] = []
         for turn, response in enumerate(responses):
             if response.input_tokens[: len(ids)] != ids:
                 raise ValueError(
@@ -263,11 +290,13 @@ class Trajectory:
             mask += [False] * len(new_prompt) + [True] * response.output_len
             logprobs += [0.0] * len(new_prompt) + list(response.output_logprobs)
             versions += [-1] * len(new_prompt) + list(response.output_versions)
+            supports += [(None, len(new_prompt)), (response.output_supports, response.output_len)]
         return cls(
             input_ids=ids,
             loss_mask=mask,
             logprobs=logprobs,
             versions=versions,
+            supports=join(supports),
             reward=reward,
             stop_reason=responses[-1].stop_reason if responses else "abort",
             n_turns=len(responses),
@@ -314,6 +343,8 @@ def _single_turn(
     trajectory.ttft = response.ttft or None
     trajectory.metadata = {} if metadata is None else metadata
     trajectory.multi_modal_input = {} if multi_modal_input is None else multi_modal_input
+    kept = response.output_supports
+    trajectory.supports = None if kept is None else join([(None, start), (kept, len(output))])
     trajectory.__class__ = Trajectory
     return trajectory
 

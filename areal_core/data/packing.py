@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from areal_core.api.batch import PackedBatch
 from areal_core.api.io_struct import Trajectory
+from areal_core.api.supports import join
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,8 @@ def pack_trajectories(trajectories: Sequence[Trajectory]) -> PackedBatch:
 
     Returns:
         A batch with the tokens ``input_ids`` (int64), ``loss_mask`` (bool), ``logprobs`` (fp32), ``versions`` (int32)
-        and, if any trajectory has them, ``token_rewards`` (fp32, 0 for the others); and the rows ``rewards`` (fp32),
+        and, if any trajectory has them, ``token_rewards`` (fp32, 0 for the others) and ``supports`` (int32 ``[T, K]``,
+        -1 for the others); and the rows ``rewards`` (fp32),
         ``group_ids`` (int64, numbered by first appearance; a trajectory without a group is a group of its own),
         ``prompt_lens`` (int32) and, if any trajectory has named rewards, ``reward_terms`` (fp32 ``[B, K]``, unweighted,
         see :func:`reward_labels`; NaN where a trajectory lacks one). If any trajectory has images, also their
@@ -37,6 +39,9 @@ def pack_trajectories(trajectories: Sequence[Trajectory]) -> PackedBatch:
             [np.zeros(len(t), np.float32) if t.token_rewards is None else t.token_rewards for t in trajectories],
             np.float32,
         )
+    supports = join([(t.supports, len(t)) for t in trajectories])
+    if supports is not None:
+        tokens["supports"] = _tensor(supports)
     rows = {
         "rewards": _tensor(np.array([t.reward for t in trajectories], np.float32)),
         "group_ids": _tensor(_group_numbers([t.group_id for t in trajectories])),

@@ -16,6 +16,7 @@ from areal_core.api.io_struct import (
     ModelResponse,
     WeightUpdateMeta,
 )
+from areal_core.api.supports import join
 from areal_core.errors import ArealError, BadInputError
 
 _MASK = (1 << 64) - 1
@@ -95,9 +96,14 @@ class EpisodeEngine(InferenceEngine):
         seed: int = 0,
         group_cache: dict[Any, Any] | None = None,
         on_request: Callable[[], None] | None = None,
+        with_supports: bool = False,
     ) -> None:
-        """``seed`` is the row's ``group_seed``; ``on_request`` is called before each request reaches the engine."""
+        """``seed`` is the row's ``group_seed``; ``on_request`` is called before each request reaches the engine.
+
+        ``with_supports``: ask for the supports of requests that truncate within the bound.
+        """
         self._engine, self._attempt, self._seed, self._on_request = engine, attempt, seed, on_request
+        self._with_supports = with_supports
         self.sample = sample
         self.group_cache: dict[Any, Any] = {} if group_cache is None else group_cache
         self.requests = self.generated_tokens = 0
@@ -124,6 +130,7 @@ class EpisodeEngine(InferenceEngine):
             tokenizer=request.tokenizer,
             image_data=request.image_data,
             processor=request.processor,
+            return_supports=request.return_supports or (self._with_supports and gconfig.has_bounded_support),
         )
         if self._on_request is not None:
             self._on_request()
@@ -158,6 +165,7 @@ class EpisodeEngine(InferenceEngine):
                 ),
             )
             more = await self._engine.agenerate(rest)
+            whole.output_supports = join([(whole.output_supports, done), (more.output_supports, more.output_len)])
             whole.output_tokens = [*whole.output_tokens, *more.output_tokens]
             whole.output_logprobs = [*whole.output_logprobs, *more.output_logprobs]
             whole.output_versions = [*whole.output_versions, *more.output_versions]

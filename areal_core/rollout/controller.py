@@ -60,6 +60,8 @@ class RolloutController:
         max_tried_groups: most groups played for one batch of ``prepare_batch``, refused ones among them. When they are
             used up the batch is what passed, with a warning; None: no bound.
         should_stop: whether the run is to end; each waiting method also takes its own.
+        with_supports: ask the engine, if it returns them, for the supports of training samples (see
+            ``areal_core.api.supports``) where ``gconfig`` truncates.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class RolloutController:
         should_accept_group: Callable[[list[Trajectory]], bool] | None = None,
         max_tried_groups: int | None = None,
         should_stop: Callable[[], bool] | None = None,
+        with_supports: bool = False,
     ) -> None:
         self.engine, self.config = engine, config
         self.batch_size, self.group_size, self.seed = batch_size, group_size, seed
@@ -84,6 +87,7 @@ class RolloutController:
         self._max_tried = max_tried_groups or 1 << 62
         self._reserve = Reserve()
         self._should_stop = should_stop or (lambda: False)
+        self._with_supports = with_supports and engine.returns_supports
         self._staleness = StalenessManager(batch_size, config.max_head_offpolicyness)
         self._wake = threading.Event()
         self._thread: LoopThread | None = None
@@ -119,6 +123,7 @@ class RolloutController:
             notify=self._notify,
             should_accept=self._should_accept,
             should_accept_group=self._should_accept_group,
+            with_supports=self._with_supports,
         )
         self._thread = thread
         thread.start()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from areal_core.api.io_struct import Trajectory
+from areal_core.api.supports import first_outside
 from areal_core.errors import ArealError
 
 _TOKEN_FIELDS = ("input_ids", "loss_mask", "logprobs", "versions")
@@ -18,7 +19,7 @@ _COPIED = ("stop_reason", "n_turns", "latency", "ttft", "metadata", "multi_modal
 _IGNORED = ("group_id",)
 #: Longer arrays are not multiplied: a BLAS library may wake its threads for it.
 _FEW_TOKENS = 8192
-_OPTIONAL = ("reward", "rewards", "token_rewards", "attention_mask", *_COPIED)
+_OPTIONAL = ("reward", "rewards", "token_rewards", "supports", "attention_mask", *_COPIED)
 
 
 class WorkflowResultError(ArealError):
@@ -66,6 +67,7 @@ def is_sound(trajectory: Trajectory) -> bool:
         type(reward) is float
         and math.isfinite(reward)
         and not trajectory.rewards
+        and trajectory.supports is None
         and 0 < len(mask) <= _FEW_TOKENS
         # The first trained token; 0 if there is none.
         and mask.argmax() > 0
@@ -100,6 +102,13 @@ def _check(trajectory: Trajectory, where: str) -> None:
     # One pass: a NaN or an infinity anywhere shows in the sum.
     if not math.isfinite(np.add.reduce(trajectory.logprobs)):
         raise WorkflowResultError(f"{where}: logprobs holds NaN or infinite values")
+    if trajectory.supports is not None:
+        at = first_outside(trajectory.supports, trajectory.input_ids, trajectory.loss_mask)
+        if at is not None:
+            raise WorkflowResultError(
+                f"{where}: supports[{at}] does not hold the token {trajectory.input_ids[at]} that was sampled there. A "
+                "row holds the ids that sampling had kept, or -1 alone."
+            )
 
 
 def _from_dict(item: Mapping[str, Any], where: str) -> Trajectory:
@@ -117,7 +126,8 @@ def _from_dict(item: Mapping[str, Any], where: str) -> Trajectory:
         raise WorkflowResultError(
             f"{where}: unknown field {', '.join(unknown)}. Known: {', '.join((*_TOKEN_FIELDS, *_OPTIONAL))}."
         )
-    names = [*_TOKEN_FIELDS, *(name for name in ("token_rewards", "attention_mask") if item.get(name) is not None)]
+    optional = ("token_rewards", "supports", "attention_mask")
+    names = [*_TOKEN_FIELDS, *(name for name in optional if item.get(name) is not None)]
     arrays: dict[str, Any] = {name: _tokens(item[name], name, where) for name in names}
     length = len(arrays["input_ids"])
     for name, array in arrays.items():
@@ -159,12 +169,13 @@ def _to_numpy(value: Any, name: str, where: str) -> np.ndarray[Any, Any]:
 
 def _tokens(value: Any, name: str, where: str) -> np.ndarray[Any, Any]:
     array = _to_numpy(value, name, where)
-    if array.ndim == 2 and array.shape[0] == 1:
+    ndim, shape = (2, "[L, K] or [1, L, K]") if name == "supports" else (1, "[L] or [1, L]")
+    if array.ndim == ndim + 1 and array.shape[0] == 1:
         array = array[0]
-    if array.ndim != 1:
-        raise WorkflowResultError(f"{where}: {name} has shape {list(array.shape)}; it must be [L] or [1, L]")
-    if name == "input_ids" and array.dtype.kind not in "iu":
-        raise WorkflowResultError(f"{where}: input_ids holds {array.dtype}; it must hold integers")
+    if array.ndim != ndim:
+        raise WorkflowResultError(f"{where}: {name} has shape {list(array.shape)}; it must be {shape}")
+    if name in ("input_ids", "supports") and array.dtype.kind not in "iu":
+        raise WorkflowResultError(f"{where}: {name} holds {array.dtype}; it must hold integers")
     return array
 
 

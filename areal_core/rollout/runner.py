@@ -62,6 +62,7 @@ class EpisodeRunner:
         min_members: accepted episodes that a group needs, or it is dropped.
         notify: called when a waiting thread should look again.
         should_accept, should_accept_group: filters of trajectories and of complete groups.
+        with_supports: ask for the supports of what is sampled for training.
     """
 
     def __init__(
@@ -77,10 +78,12 @@ class EpisodeRunner:
         notify: Callable[[], None],
         should_accept: Callable[[Trajectory], bool] | None = None,
         should_accept_group: Callable[[list[Trajectory]], bool] | None = None,
+        with_supports: bool = False,
     ) -> None:
         self.loop, self.engine, self.config, self.seed = loop, engine, config, seed
         self.staleness, self.min_members, self.notify = staleness, min_members, notify
         self.should_accept, self.should_accept_group = should_accept, should_accept_group
+        self.with_supports = with_supports
         self.watch = FailureWatch(config, episodes_per_batch, notify)
         self.lanes = {"train": _Lane(), "sync": _Lane(), "eval": _Lane()}
         self.pending: deque[Group] = deque()  # submitted, not yet let in
@@ -231,7 +234,14 @@ class EpisodeRunner:
         while True:
             on_request = partial(self._admitted, episode) if job is not None and job.barrier > 0 else None
             engine = EpisodeEngine(
-                self.engine, group.uid, episode.sample, episode.attempts, seed, group.cache, on_request
+                self.engine,
+                group.uid,
+                episode.sample,
+                episode.attempts,
+                seed,
+                group.cache,
+                on_request,
+                self.with_supports and group.split != "eval",
             )
             episode.attempts += 1
             try:

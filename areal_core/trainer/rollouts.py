@@ -80,6 +80,8 @@ class Rollouts:
             seed=config.seed,
             on_outcome=self._record,
             should_stop=stop,
+            # Only an algorithm has a ratio that truncation would bias; distillation has none.
+            with_supports=algorithm is not None,
             **self._group_filter(),
         )
         if session is not None:

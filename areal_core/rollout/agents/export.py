@@ -89,6 +89,8 @@ def _mask_until(trajectory: Trajectory, length: int) -> None:
     trajectory.loss_mask[:length] = np.False_
     trajectory.logprobs[:length] = 0.0
     trajectory.versions[:length] = -1
+    if trajectory.supports is not None:
+        trajectory.supports[:length] = -1
 
 
 def _metadata(path: Sequence[Completion], first: int, tokenizer: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import random
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -16,6 +16,7 @@ from areal_core.api.alloc import ParallelStrategy
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
+from areal_core.api.supports import MAX_SUPPORT
 from areal_core.api.vision import is_vision_language
 from areal_core.errors import ArealError, BadInputError
 from areal_local.config import LocalConfig
@@ -42,6 +43,8 @@ class LocalEngine(InferenceEngine):
     Raises:
         BadInputError: if the backend string asks for more than one process.
     """
+
+    returns_supports: ClassVar[bool] = True
 
     def __init__(self, config: InferenceEngineConfig) -> None:
         mesh = config.parsed_backend.parallel
@@ -183,6 +186,11 @@ class LocalEngine(InferenceEngine):
         tokenizer = request.tokenizer if request.tokenizer is not None else self.tokenizer
         if gconfig.stop and tokenizer is None:
             raise BadInputError("gconfig.stop: stop strings need request.tokenizer")
+        if request.return_supports and not gconfig.has_bounded_support:
+            raise BadInputError(
+                f"return_supports: needs samples of a bounded number of tokens. Set gconfig.top_k to 1..{MAX_SUPPORT} "
+                f"(it is {gconfig.top_k}), and a temperature above 0."
+            )
         if "" in gconfig.stop:
             raise BadInputError("gconfig.stop holds an empty string: give text that ends a completion")
         stop_ids = tuple(gconfig.stop_token_ids)

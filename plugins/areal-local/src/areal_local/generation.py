@@ -288,9 +288,11 @@ class GenerationLoop:
     def _sample(self, logits: torch.Tensor, index: npt.NDArray[np.int64], version: int) -> None:
         """Sample a token for the rows ``index`` from logits ``[len(index), V]``; retire rows that end."""
         params = self._params(index)
-        ids, values, complete = _to_host(*sample_from_candidates(logits, params))
+        *drawn, kept = sample_from_candidates(logits, params)
+        ids, values, complete = _to_host(*drawn)
         if not complete:
-            ids, values, _ = _to_host(*sample_from_candidates(logits, params, candidates=None))
+            *drawn, kept = sample_from_candidates(logits, params, candidates=None)
+            ids, values, _ = _to_host(*drawn)
         if not np.isfinite(values).all():
             raise ArealError("the model gave logits that are not finite (NaN or infinite); its weights are broken")
         rows = self.rows
@@ -300,6 +302,11 @@ class GenerationLoop:
             for row in index[first].tolist():
                 rows.requests[row].first_token = now  # type: ignore[union-attr]
         rows.append(index, ids, values, version)
+        if kept is not None:
+            table = kept.int().cpu().numpy()
+            for row, support in zip(index[rows.supports[index]].tolist(), table, strict=True):
+                # A copy: a view would keep the whole step's table.
+                rows.requests[row].supports.append(support[support >= 0])  # type: ignore[union-attr]
         self.counters["generated_tokens"] += len(index)
         generated = rows.generated[index]
         stopped = (rows.stop_ids[index] == ids[:, None]).any(axis=1)
@@ -367,6 +374,9 @@ class _FixedParams:
             params.top_p, params.nucleus = tensor(top_p), tensor(np.flatnonzero(top_p < 1))
         if (min_p > 0).any():
             params.min_p = tensor(min_p)
+        supports = np.flatnonzero(rows.supports[index])
+        if len(supports):
+            params.supports = tensor(supports)
 
 
 def _to_host(

@@ -240,9 +240,8 @@ class GenerationProcess:
                 pending = self._requests.pop(answer.number, None)
                 if pending is not None:
                     pending.first_token = now - answer.decoding
-                    done.append(
-                        (pending, pending.response(answer.tokens, answer.logprobs, answer.versions, answer.reason))
-                    )
+                    parts = (answer.tokens, answer.logprobs, answer.versions, answer.reason, answer.supports)
+                    done.append((pending, pending.response(*parts)))
             for number, error in errors:
                 pending = self._requests.pop(number, None)
                 if pending is not None:

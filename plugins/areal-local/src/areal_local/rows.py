@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_core.api.io_struct import ModelRequest, ModelResponse, StopReason
+from areal_core.api.supports import Supports, from_rows
 
 
 @attrs.define(eq=False)
@@ -28,6 +29,7 @@ class Pending:
         cancelled: set by the caller's thread; the row is freed before the next step.
         number: names it between the engine and its process.
         images: the tensors of its images, by the model's own names; empty for text.
+        supports: the ids that were kept for each token, if the request asks for them.
     """
 
     request: ModelRequest
@@ -42,6 +44,7 @@ class Pending:
     first_token: float = 0.0
     number: int = 0
     images: Mapping[str, Any] = attrs.field(factory=dict)
+    supports: list[npt.NDArray[np.int32]] = attrs.field(factory=list)
 
     def response(
         self,
@@ -49,6 +52,7 @@ class Pending:
         logprobs: list[float],
         versions: list[int],
         stop_reason: StopReason,
+        supports: Supports | None = None,
     ) -> ModelResponse:
         now = time.perf_counter()
         return ModelResponse(
@@ -56,6 +60,7 @@ class Pending:
             output_tokens=tokens,
             output_logprobs=logprobs,
             output_versions=versions,
+            output_supports=supports,
             stop_reason=stop_reason,
             latency=now - self.submitted,
             ttft=(self.first_token or now) - self.submitted,
@@ -90,6 +95,8 @@ class Rows:
         self.top_p: npt.NDArray[np.float32] = np.ones(max_rows, dtype=np.float32)
         self.min_p: npt.NDArray[np.float32] = np.zeros(max_rows, dtype=np.float32)
         self.penalty: npt.NDArray[np.float32] = np.zeros(max_rows, dtype=np.float32)
+        self.supports: npt.NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
+        """Rows whose requests want to know what was kept."""
         self.strings: npt.NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
         self.stop_ids: npt.NDArray[np.int64] = np.full((max_rows, 1), -1, dtype=np.int64)
         self.out_tokens: npt.NDArray[np.int64] = np.zeros((max_rows, 64), dtype=np.int64)
@@ -127,6 +134,7 @@ class Rows:
         self.top_p[row] = gconfig.top_p
         self.min_p[row] = gconfig.min_p
         self.penalty[row] = gconfig.frequency_penalty
+        self.supports[row] = pending.request.return_supports
         self.strings[row] = bool(gconfig.stop)
         if len(pending.stop_ids) > self.stop_ids.shape[1]:
             self.stop_ids = _widened(self.stop_ids, len(pending.stop_ids), -1)
@@ -170,6 +178,7 @@ class Rows:
             self.out_logprobs[row, :size].tolist(),
             self.out_versions[row, :size].tolist(),
             stop_reason,
+            from_rows(pending.supports) if self.supports[row] else None,
         )
 
     def remove(self, row: int) -> None:

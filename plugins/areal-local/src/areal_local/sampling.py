@@ -7,6 +7,9 @@ order of requests and the device do not enter. It is a hash for simulation, not 
 
 **Sampling** inverts the cumulative distribution in vocabulary order, in fp64. Truncation is HF's order: top-k, then
 top-p of what is left, then min-p; tokens that tie exactly with the last one kept are kept too.
+
+**Supports.** A row may ask for the ids it kept: these are at most ``top_k``, since of tokens that tie with the last one
+those with the lowest ids stay. Its log-prob is that over the kept ids: ``log p(x) - log sum of p over them``.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ class SamplingParams:
         nucleus: int64, the rows with ``top_p`` below 1, if they are known without asking the device.
         penalties: (row, token, amount) of what is subtracted from logits: frequency penalties. Entries add up.
         banned: (row, token) that must not be sampled.
+        supports: int64 ``[R]``, the rows that give their supports; each has a ``top_k``.
     """
 
     uniforms: torch.Tensor
@@ -69,6 +73,7 @@ class SamplingParams:
     min_p: torch.Tensor | None = None
     penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     banned: tuple[torch.Tensor, torch.Tensor] | None = None
+    supports: torch.Tensor | None = None
 
 
 def sample(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,29 +85,30 @@ def sample(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, 
 
     Returns:
         tokens int64 ``[B]``, and their log-probs fp32 ``[B]``: of log_softmax(logits / T) over the whole vocabulary,
-        before penalties, bans and truncation.
+        before penalties, bans and truncation (rows that give supports: over these).
     """
-    tokens, logprobs, complete = sample_from_candidates(logits, params)
+    tokens, logprobs, complete, _ = sample_from_candidates(logits, params)
     if complete is not None and not bool(complete):
-        tokens, logprobs, _ = sample_from_candidates(logits, params, candidates=None)
+        tokens, logprobs, _, _ = sample_from_candidates(logits, params, candidates=None)
     return tokens, logprobs
 
 
 def sample_from_candidates(
     logits: torch.Tensor, params: SamplingParams, candidates: int | None = _NUCLEUS_CANDIDATES
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """As ``sample``, without waiting for the device: top-p looks at the ``candidates`` likeliest tokens only.
 
     Returns:
         tokens, log-probs, and bool ``[]``: False where a nucleus is wider than the candidates, so that the tokens
-        must be sampled again with ``candidates=None`` (None: nothing can be wrong).
+        must be sampled again with ``candidates=None`` (None: nothing can be wrong); and the ids that the rows
+        ``params.supports`` kept, int64 ``[R, K]`` in ascending order, filled up with -1.
     """
     scaled = logits.float()
     if params.temperature is not None:
         scaled = scaled / params.temperature[:, None]
     logp = torch.log_softmax(scaled, dim=-1)
     target = logp
-    complete = None
+    complete = kept = None
     if params.penalties is not None:
         rows, tokens, amounts = params.penalties
         if params.temperature is not None:
@@ -116,10 +122,34 @@ def sample_from_candidates(
         weights = torch.exp(target if target is logp else target - target.amax(dim=-1, keepdim=True))
         if params.top_k is not None or params.top_p is not None or params.min_p is not None:
             weights, complete = _truncate(weights, params, candidates)
+        if params.supports is not None:
+            weights, kept = _bounded(weights, params)
         chosen = _inverse_cdf(weights, params.uniforms)
         if params.greedy is not None:
             chosen = torch.where(params.greedy, target.argmax(dim=-1), chosen)
-    return chosen, logp.gather(1, chosen[:, None])[:, 0], complete
+    logprobs = logp.gather(1, chosen[:, None])[:, 0]
+    if params.supports is not None and kept is not None:
+        rows = params.supports
+        over = torch.where(kept >= 0, logp[rows[:, None], kept.clamp(min=0)], -torch.inf)
+        logprobs = logprobs.index_copy(0, rows, logprobs[rows] - over.logsumexp(-1))
+    return chosen, logprobs, complete, kept
+
+
+def _bounded(weights: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """Truncated weights ``[B, V]`` with at most ``top_k`` above 0 in the rows that give supports, and their ids."""
+    rows, top_k = params.supports, params.top_k
+    assert rows is not None and top_k is not None
+    vocab, everyone = weights.shape[1], len(rows) == len(weights)
+    part, limit = (weights, top_k) if everyone else (weights[rows], top_k[rows])
+    most = params.max_top_k if params.max_top_k is not None else int(limit.max())
+    # By rank alone a tie would be cut at random, and as what else is in the batch has it.
+    floor = torch.where(part > 0, part, torch.inf).amin(dim=-1, keepdim=True)
+    tied = part == floor
+    above = ((part > 0) & ~tied).sum(dim=-1, keepdim=True)
+    part = torch.where(tied & (tied.cumsum(dim=-1, dtype=torch.int32) > limit[:, None] - above), 0.0, part)
+    values, ids = part.topk(min(vocab, most), dim=-1)
+    ids = torch.where(values > 0, ids, vocab).sort(dim=-1).values
+    return (part if everyone else weights.index_copy(0, rows, part)), torch.where(ids < vocab, ids, -1)
 
 
 def _truncate(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
+from areal_core.api.supports import Supports, from_ragged, to_ragged
 from areal_core.errors import ArealError, BadInputError
 from areal_local.rows import Pending
 
@@ -91,6 +92,7 @@ def pack_requests(requests: Sequence[Pending], tokenizers: Sequence[int]) -> byt
             "kind": np.array(kind, np.int32),
             "max_out": np.array([pending.max_out for pending in requests], np.int64),
             "seed": np.array([pending.seed for pending in requests], np.uint64),
+            "supports": np.array([pending.request.return_supports for pending in requests], np.bool_),
             "length": np.array([len(prompt) for prompt in prompts], np.int64),
             "prompt": np.array([token for prompt in prompts for token in prompt], np.int32),
         },
@@ -106,11 +108,13 @@ def unpack_requests(header: Mapping[str, Any], arrays: Arrays, tokenizers: Mappi
     stops = [tuple(kind["stop_ids"]) for kind in header["kinds"]]
     tokens = arrays["prompt"].tolist()
     requests, start = [], 0
-    columns = (arrays[name].tolist() for name in ("number", "kind", "max_out", "seed", "length"))
-    for number, kind, max_out, seed, length in zip(*columns, strict=True):
+    columns = (arrays[name].tolist() for name in ("number", "kind", "max_out", "seed", "supports", "length"))
+    for number, kind, max_out, seed, supports, length in zip(*columns, strict=True):
         requests.append(
             Pending(
-                request=ModelRequest(input_ids=tokens[start : start + length], gconfig=configs[kind], rid=""),
+                request=ModelRequest(
+                    input_ids=tokens[start : start + length], gconfig=configs[kind], rid="", return_supports=supports
+                ),
                 max_out=max_out,
                 stop_ids=stops[kind],
                 seed=seed,
@@ -144,8 +148,31 @@ def pack_answers(done: Iterable[tuple[Pending, ModelResponse | BaseException]]) 
             "tokens": np.array([token for _, answer in good for token in answer.output_tokens], np.int32),
             "logprobs": np.array([value for _, answer in good for value in answer.output_logprobs], np.float32),
             "versions": np.array([version for _, answer in good for version in answer.output_versions], np.int32),
+            **_pack_supports([answer for _, answer in good]),
         },
     )
+
+
+def _pack_supports(answers: Sequence[ModelResponse]) -> Arrays:
+    """Of the answers that have them, ragged: most rows are far from the longest."""
+    ragged = [(i, *to_ragged(a.output_supports)) for i, a in enumerate(answers) if a.output_supports is not None]
+    if not ragged:
+        return {}
+    return {
+        "supported": np.array([index for index, _, _ in ragged], np.int64),
+        "kept_counts": np.concatenate([counts for _, counts, _ in ragged]),
+        "kept": np.concatenate([ids for _, _, ids in ragged]),
+    }
+
+
+def _unpack_supports(arrays: Arrays, lengths: npt.NDArray[np.int64]) -> dict[int, Supports]:
+    """By the answer's place among those of the frame."""
+    if "supported" not in arrays:
+        return {}
+    places, counts = arrays["supported"], arrays["kept_counts"]
+    by_answer = np.split(counts, lengths[places].cumsum()[:-1])
+    ids = np.split(arrays["kept"], np.cumsum([part.sum() for part in by_answer])[:-1])
+    return {i: from_ragged(part, of) for i, part, of in zip(places.tolist(), by_answer, ids, strict=True)}
 
 
 @attrs.frozen
@@ -158,15 +185,17 @@ class Answer:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
+    supports: Supports | None
 
 
 def unpack_answers(header: Mapping[str, Any], arrays: Arrays) -> tuple[list[Answer], list[tuple[int, ArealError]]]:
     tokens, logprobs, versions = (arrays[name].tolist() for name in ("tokens", "logprobs", "versions"))
     answers, start = [], 0
+    supports = _unpack_supports(arrays, arrays["length"])
     columns = (arrays[name].tolist() for name in ("number", "reason", "decoding", "length"))
-    for number, reason, decoding, length in zip(*columns, strict=True):
+    for place, (number, reason, decoding, length) in enumerate(zip(*columns, strict=True)):
         end = start + length
-        parts = (tokens[start:end], logprobs[start:end], versions[start:end])
+        parts = (tokens[start:end], logprobs[start:end], versions[start:end], supports.get(place))
         answers.append(Answer(number, _REASONS[reason], decoding, *parts))
         start = end
     return answers, [(number, error_from_plain(plain)) for number, plain in header["errors"]]

@@ -275,6 +275,7 @@ class InferenceEngineConfig:
         False, "Keep the KV cache of running requests over a weight update instead of recomputing it."
     )
     trust_remote_code: bool = option(False, "Run code that comes with the model folder.")
+    log_dir: Path | None = option(None, "Folder for logs of servers: the run's logs/.", internal=True)
     plugin_options: dict[str, Any] = _plugin_options()
 
     @property

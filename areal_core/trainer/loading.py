@@ -13,6 +13,8 @@ from areal_core.config.plain import plugin_keywords
 from areal_core.errors import BadInputError, section
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from areal_core.api.algorithm_api import Algorithm
     from areal_core.api.configs import DatasetConfig, InferenceEngineConfig, RLConfig, TrainEngineConfig
     from areal_core.api.engine_api import InferenceEngine, TrainEngine
@@ -71,10 +73,11 @@ def build_train_engine(config: TrainEngineConfig, manager: PluginManager, *, key
     return engine
 
 
-def build_inference_engine(config: InferenceEngineConfig, dtype: DType, manager: PluginManager) -> InferenceEngine:
+def build_inference_engine(
+    config: InferenceEngineConfig, dtype: DType, manager: PluginManager, *, log_dir: Path | None = None
+) -> InferenceEngine:
     """An engine without a model yet. ``dtype`` is the actor's, for a rollout section that states none."""
-    if config.dtype is None:
-        config = attrs.evolve(config, dtype=dtype)
+    config = attrs.evolve(config, dtype=config.dtype or dtype, log_dir=log_dir)
     engine: InferenceEngine = manager.load(
         "areal_inference_engines", config.parsed_backend.name, key="rollout.backend"
     )(config)

@@ -78,7 +78,9 @@ class RLTrainer:
         self.rollouts: Rollouts | None = None
         engine: InferenceEngine | None = None
         if world.is_main:
-            engine = build_inference_engine(config.rollout, config.actor.dtype, manager)
+            engine = build_inference_engine(
+                config.rollout, config.actor.dtype, manager, log_dir=config.run.path / "logs"
+            )
             self.rollouts = Rollouts(config, engine, self.tokenizer, train_rows, manager, session, stop, self.algorithm)
         self.weights = WeightSync(
             world, self.actor, self.rollouts, engine, session, config=config.actor, run_path=config.run.path

@@ -15,12 +15,15 @@ class VLLMConfig:
 
     args: dict[str, Any] = option(
         factory=dict,
-        help="Flags of the servers that are started, e.g. {max-num-seqs: 64, enforce-eager: true}; they go before ours.",
+        help="Flags of the servers that are started, e.g. {max-num-seqs: 64, enforce-eager: true}; they replace ours.",
     )
     env: dict[str, str] = option(factory=dict, help="Further environment variables of the servers that are started.")
     python: str | None = option(None, "Interpreter that has vLLM installed; None: the one that runs the trainer.")
     host: str = option("127.0.0.1", "Address that the servers which are started listen on.")
     port: int | None = option(None, "Port of the first server that is started, counted up; None: free ones.", ge=1)
+    max_lora_rank: int | None = option(
+        None, "Start servers that take LoRA adapters up to this rank (actor.weight_update.type: lora).", ge=1
+    )
     model_name: str | None = option(None, "Name of the model in requests; None: the one that the server reports.")
     transport: Literal["auto", "generate", "completions"] = option(
         "auto", "How tokens travel: by /inference/v1/generate, by /v1/completions, or the first that a server has."

@@ -28,9 +28,17 @@ class VLLMConfig:
     transport: Literal["auto", "generate", "completions"] = option(
         "auto", "How tokens travel: by /inference/v1/generate, by /v1/completions, or the first that a server has."
     )
+    stream_interval: int | None = option(
+        64,
+        "Tokens after which a server sends what it has of an answer, for another to go on from if it dies; null: at "
+        "the end only.",
+        ge=1,
+    )
     max_connections: int = option(1024, "Most connections to one server; further requests wait here.", ge=1)
     connect_timeout: float = option(10.0, "Seconds until a server must accept a connection.", gt=0)
-    control_timeout: float = option(120.0, "Seconds until a server must have paused, resumed or answered a query.", gt=0)
+    control_timeout: float = option(
+        120.0, "Seconds until a server must have paused, resumed or answered a query.", gt=0
+    )
     update_timeout: float = option(600.0, "Seconds until a server must have taken new weights.", gt=0)
     health_interval: float = option(5.0, "Seconds between two looks at whether a server lives.", gt=0)
     health_timeout: float = option(30.0, "Seconds until a look counts as failed.", gt=0)

@@ -2,47 +2,201 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import concurrent.futures
+import weakref
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
+from areal_core.errors import ArealError, BadInputError
 from areal_vllm.config import VLLMConfig
+from areal_vllm.eos import as_ids, model_eos_ids
+from areal_vllm.fleet import Fleet
+from areal_vllm.logprobs import check
+from areal_vllm.requests import Generator, Job
+from areal_vllm.stats import Stats
+
+if TYPE_CHECKING:
+    from areal_vllm.capabilities import Capabilities
+    from areal_vllm.routing import Replica
 
 
 class VLLMEngine(InferenceEngine):
-    """vLLM servers over HTTP."""
+    """Generates by vLLM servers: those of ``rollout.addresses``, or as many as ``rollout.backend`` says are started.
+
+    All HTTP happens in a thread of its own; ``agenerate`` may be called from any event loop.
+
+    Raises:
+        BadInputError: if the backend string has sizes that vLLM has not, or they do not fit ``rollout.addresses``.
+    """
 
     takes_adapters: ClassVar[bool] = True
 
     def __init__(self, config: InferenceEngineConfig) -> None:
+        mesh = config.parsed_backend.parallel
+        for name in ("context", "expert", "expert_tensor"):
+            if getattr(mesh, name) != 1:
+                raise BadInputError(
+                    f"rollout.backend: {config.backend!r} has a size for {name}, which vLLM takes from "
+                    "rollout.vllm.args. Use d (replicas), t (tensor parallel) and p (pipeline parallel)."
+                )
+        if config.addresses and mesh.data not in (1, len(config.addresses)):
+            raise BadInputError(
+                f"rollout.backend: {config.backend!r} means {mesh.data} servers, but rollout.addresses names "
+                f"{len(config.addresses)}. Leave the sizes out: write 'vllm'."
+            )
         self.config = config
         self.options: VLLMConfig = config.options if isinstance(config.options, VLLMConfig) else VLLMConfig()
+        self.stats = Stats()
         self._launched: Any = None
+        self._fleet: Fleet | None = None
+        self._generator: Generator | None = None
         self._model_path = ""
+        self._tokenizer: Any = None
+        self._eos_ids: list[int] = []
         self._version = 0
 
+    # ------------------------------------------------------------------------------------------- life
+
     def initialize(self, model_path: str, tokenizer: Any = None, ft_spec: FinetuneSpec | None = None) -> None:
-        raise NotImplementedError
+        """Start or find the servers, and ask them what they offer.
+
+        Raises:
+            BadInputError: if a server cannot be used.
+            ArealError: if one is not ready within ``rollout.setup_timeout``.
+        """
+        if self._fleet is not None:
+            raise ArealError("the engine is running already; destroy() it first")
+        self._model_path, self._tokenizer = str(model_path), tokenizer
+        self._eos_ids = model_eos_ids(self._model_path, trust_remote_code=self.config.trust_remote_code)
+        atexit.register(_destroy_if_alive, weakref.ref(self))
+        try:
+            addresses = list(self.config.addresses) or self.launch_server()
+            self._fleet = Fleet(
+                addresses,
+                self.options,
+                setup_timeout=self.config.setup_timeout,
+                keep_kv=self.config.weight_update_keep_kv,
+                why_dead=getattr(self._launched, "why_dead", None),
+                bring_up_to_date=self._bring_up_to_date,
+            )
+            self._fleet.version = self._version
+            self._fleet.connect()
+        except BaseException:
+            self.destroy()
+            raise
+        self._generator = Generator(self._fleet, self.options, self.stats, keep_kv=self.config.weight_update_keep_kv)
 
     def destroy(self) -> None:
+        fleet, self._fleet = self._fleet, None
+        self._generator = None
+        if fleet is not None:
+            fleet.stop()
         self.teardown_server()
 
+    @property
+    def fleet(self) -> Fleet:
+        """The servers. For weight updates and tests."""
+        if self._fleet is None:
+            raise ArealError("the engine is not running: it was not initialised, or destroyed")
+        return self._fleet
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.fleet.capabilities
+
+    @property
+    def model_path(self) -> str:
+        return self._model_path
+
+    @property
+    def request_model(self) -> str | None:
+        """The name that requests carry, e.g. an adapter's; None: that of the served model."""
+        return self.fleet.request_model
+
+    @request_model.setter
+    def request_model(self, name: str | None) -> None:
+        self.fleet.request_model = name
+
+    # ------------------------------------------------------------------------------------------- generation
+
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        raise NotImplementedError
+        fleet, generator = self.fleet, self._generator
+        if generator is None:
+            raise ArealError("the engine is not running: it was not initialised, or destroyed")
+        job = self._accept(request, fleet)
+        future = fleet.loop.submit(generator.run(job))
+        try:
+            return await asyncio.wrap_future(future)
+        except (asyncio.CancelledError, concurrent.futures.CancelledError):
+            task = asyncio.current_task()
+            if self._fleet is fleet or (task is not None and task.cancelling()):
+                raise
+            # The engine was destroyed, and with it what ran.
+            return job.response("abort")
+
+    def _accept(self, request: ModelRequest, fleet: Fleet) -> Job:
+        """Check a request against the servers.
+
+        Raises:
+            BadInputError: if it can never be answered.
+        """
+        gconfig, prompt, capabilities = request.gconfig, request.input_ids, fleet.capabilities
+        if gconfig.n_samples != 1:
+            raise BadInputError(f"gconfig.n_samples is {gconfig.n_samples}: send one request per sample")
+        if request.image_data:
+            raise BadInputError("image_data: the vllm engine sends no images yet. Use rollout.backend=local.")
+        size = len(prompt)
+        if not size:
+            raise BadInputError("input_ids is empty: a prompt needs at least one token")
+        if min(prompt) < 0:
+            raise BadInputError("input_ids holds a negative id")
+        most = gconfig.max_new_tokens
+        for limit, name in ((gconfig.max_tokens, "max_tokens"), (capabilities.context, "the servers' context")):
+            if limit is None:
+                continue
+            if size >= limit:
+                raise BadInputError(
+                    f"the prompt has {size} tokens, which leaves no room for a completion: {name} is {limit}, "
+                    f"so a prompt may have at most {limit - 1} (max_new_tokens={gconfig.max_new_tokens}). "
+                    f"max_length of the dataset (train_dataset.max_length) drops longer rows"
+                )
+            most = min(most, limit - size)
+        for replica in fleet.replicas:
+            if replica.capabilities is not None:
+                check(replica.capabilities.logprob_mode, gconfig, replica.address)
+        stop_ids = list(gconfig.stop_token_ids)
+        if not gconfig.ignore_eos:
+            tokenizer = request.tokenizer if request.tokenizer is not None else self._tokenizer
+            stop_ids += [*self._eos_ids, *as_ids(getattr(tokenizer, "eos_token_id", None))]
+        return Job(
+            request=request,
+            max_new_tokens=most,
+            stop_token_ids=list(dict.fromkeys(stop_ids)),
+            timeout=self.config.request_timeout,
+        )
 
     def pause_generation(self) -> None:
-        raise NotImplementedError
+        """No request starts, and those that run stop between two tokens.
+
+        Servers that tell the version of each token freeze them. Of others the partial answers are taken, and go on from
+        there after ``continue_generation``; servers that cannot be paused finish what they have.
+        """
+        self.fleet.pause()
 
     def continue_generation(self) -> None:
-        raise NotImplementedError
+        self.fleet.resume()
 
     # ------------------------------------------------------------------------------------------- weights
 
     def update_weights_from_disk(self, meta: WeightUpdateMeta) -> None:
         from areal_vllm import weight_update
 
+        self.fleet.pause_servers()
         weight_update.update_from_disk(self, meta)
 
     def init_weights_update_group(self, meta: WeightUpdateMeta) -> None:
@@ -53,9 +207,22 @@ class VLLMEngine(InferenceEngine):
     def update_weights_from_distributed(self, meta: WeightUpdateMeta, specs: list[tuple[str, list[int], str]]) -> None:
         from areal_vllm import weight_update
 
+        self.fleet.pause_servers()
         weight_update.update_from_distributed(self, meta, specs)
 
+    def weights_updated(self, version: int, replicas: list[Replica] | None = None) -> None:
+        """Servers have new weights: all live ones, or ``replicas`` alone, so that the others get no requests."""
+        self.fleet.set_version(version, replicas)
+        self._version = version
+
+    def _bring_up_to_date(self, replica: Replica) -> bool:
+        from areal_vllm import weight_update
+
+        return bool(weight_update.bring_up_to_date(self, replica))
+
     def set_version(self, version: int) -> None:
+        if self._fleet is not None and self._fleet.version != version:
+            self._fleet.set_version(version, updated=False)
         self._version = version
 
     def get_version(self) -> int:
@@ -64,6 +231,11 @@ class VLLMEngine(InferenceEngine):
     # ------------------------------------------------------------------------------------------- servers
 
     def launch_server(self, server_args: Mapping[str, Any] | None = None) -> list[str]:
+        """Start the servers of ``rollout.backend``, and wait until they are ready.
+
+        Args:
+            server_args: flags beside those of ``rollout.vllm.args``.
+        """
         from areal_vllm import servers
 
         self._launched = servers.launch(self.config, self._model_path, server_args)
@@ -73,3 +245,32 @@ class VLLMEngine(InferenceEngine):
         launched, self._launched = self._launched, None
         if launched is not None:
             launched.stop()
+
+    def offload(self) -> None:
+        """Put the servers to sleep, where they run with ``--enable-sleep-mode``: their weights go to the host."""
+        self._sleep("/sleep", {"level": "1"})
+
+    def onload(self) -> None:
+        self._sleep("/wake_up", None)
+
+    def _sleep(self, path: str, params: dict[str, str] | None) -> None:
+        if self.capabilities.sleep:
+            self.fleet.post_all(path, params=params)
+
+    # ------------------------------------------------------------------------------------------- statistics
+
+    def export_stats(self) -> dict[str, float]:
+        """Counters since the last call, and gauges; see ``areal_vllm.stats.Stats``."""
+        if self._fleet is None:
+            return {}
+        gauges = {
+            "running": float(sum(len(replica.attempts) for replica in self._fleet.replicas)),
+            "servers": float(len(self._fleet.router.ready)),
+        }
+        return {**self.stats.export(dropped_servers=self._fleet.drops), **gauges}
+
+
+def _destroy_if_alive(reference: weakref.ref[VLLMEngine]) -> None:
+    engine = reference()
+    if engine is not None:
+        engine.destroy()

@@ -152,6 +152,21 @@ def ragged_batch(seed: int = 0) -> PackedBatch:
     return make_batch([[7, 3, 12, 1], [5], [9, 9, 2], [16, 4], [1, 6]], seed=seed)
 
 
+def with_supports(batch: PackedBatch, *, seed: int = 0, width: int = 9) -> PackedBatch:
+    """Each trained token gets a support of 1 to ``width`` tokens, the token among them; every fifth has none."""
+    generator = torch.Generator().manual_seed(seed)
+    supports = torch.full((batch.num_tokens, width), -1, dtype=torch.int32)
+    for at in torch.nonzero(batch["loss_mask"]).flatten().tolist():
+        if at % 5 == 0:
+            continue
+        token = int(batch["input_ids"][at])
+        others = [i for i in torch.randperm(VOCAB, generator=generator).tolist() if i != token]
+        size = int(torch.randint(1, width + 1, (), generator=generator))
+        kept = torch.tensor(sorted([token, *others[: size - 1]]), dtype=torch.int32)
+        supports[at, : len(kept)] = kept
+    return batch.with_tokens(supports=supports)
+
+
 def policy_loss(output: TokenOutput, batch: PackedBatch) -> LossOutput:
     """Not linear in the log-probs, and different for every token."""
     mask = batch["loss_mask"]
@@ -218,15 +233,26 @@ def step_difference(engine: FSDPEngine, batch: PackedBatch, **kwargs: Any) -> tu
 
 
 def reference_logprobs(model: Any, batch: PackedBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies ``[T]`` by transformers' own forward, one sequence at a time."""
+    """Log-probs and entropies ``[T]`` by transformers' own forward, one sequence at a time.
+
+    Where a token has a support, all other logits are minus infinity.
+    """
     logprobs, entropies = [], []
-    for ids, mask in zip(batch.sequences("input_ids"), batch.sequences("loss_mask"), strict=True):
+    supports = batch.with_tokens(supports=batch.tokens.get("supports", torch.full((batch.num_tokens, 1), -1)))
+    for ids, mask, kept in zip(*(supports.sequences(n) for n in ("input_ids", "loss_mask", "supports")), strict=True):
         logits = model(input_ids=ids[None], use_cache=False).logits[0] / temperature
-        logp = torch.log_softmax(logits, -1)[:-1]
+        out = torch.zeros(len(ids), logits.shape[-1], dtype=torch.bool)
+        for row, of in enumerate(kept[1:].tolist()):
+            chosen = [i for i in of if i >= 0]
+            if chosen:
+                out[row] = True
+                out[row, chosen] = False
+        logp = torch.log_softmax(logits.masked_fill(out, -torch.inf), -1)[:-1]
         keep = mask[1:]
         zero = logp.new_zeros(1)
+        terms = logp.exp() * logp.masked_fill(out[:-1], 0.0)
         logprobs.append(torch.cat([zero, logp.gather(-1, ids[1:, None])[:, 0] * keep]))
-        entropies.append(torch.cat([zero, -(logp.exp() * logp).sum(-1) * keep]))
+        entropies.append(torch.cat([zero, -terms.sum(-1) * keep]))
     return torch.cat(logprobs), torch.cat(entropies)
 
 

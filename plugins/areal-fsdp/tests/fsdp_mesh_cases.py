@@ -56,7 +56,7 @@ class Case:
         return Case(
             self.arch,
             "fsdp:d1",
-            tuple(f for f in self.flags if f in ("critic", "lora", "head", "entropy", "bf16", *OPTIMIZERS)),
+            tuple(f for f in self.flags if f in ("critic", "lora", "head", "entropy", "bf16", "supports", *OPTIMIZERS)),
         )
 
 
@@ -131,6 +131,8 @@ def train(case: Case, folder: Path, world: World) -> tuple[dict[str, float], dic
     tensors: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
         batch = cases.ragged_batch(step) if world.is_main else None
+        if batch is not None and "supports" in case.flags:
+            batch = cases.with_supports(batch, seed=step)
         shard = router.scatter(batch, parts)
         if step == 0:
             output = engine.forward(shard, with_entropy=True)
@@ -156,6 +158,14 @@ def vocab_inputs(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logits = torch.randn(9, size, generator=generator) * 5
     logits[0] += 300  # its exponential is not finite
     return logits, torch.randint(0, size, (9,), generator=generator), torch.randn(2, 9, generator=generator)
+
+
+def vocab_supports(size: int, targets: torch.Tensor) -> torch.Tensor:
+    """Int32 ``[9, K]``: the target and up to four others, wherever they are."""
+    generator = torch.Generator().manual_seed(size)
+    rows = [torch.randperm(size, generator=generator)[:row].tolist() for row in (0, 1, 2, 3, 4, 0, 2, 4, 4)]
+    kept = [sorted({target, *row}) for target, row in zip(targets.tolist(), rows, strict=True)]
+    return torch.tensor([[*row, *[-1] * (5 - len(row))] for row in kept], dtype=torch.int32)
 
 
 def broken(case: Case, folder: Path, world: World) -> dict[str, Any]:
@@ -236,8 +246,8 @@ def momentum() -> OptimizerConfig:
 def store(case: Case, models: Path, world: World, out: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Every way weights leave and enter an engine, in ``out``; on rank 0 the parameters at the end.
 
-    A step, then ``hf`` and ``dcp`` are saved, and another step. A second engine that starts from other weights loads
-    the ``dcp`` and takes that step too.
+    A step, then ``hf`` and, in the background, ``dcp`` are saved, and another step. A second engine that starts from
+    other weights loads the ``dcp`` and takes that step too.
     """
     folder = models / case.arch
     engine = make(case, folder, momentum())
@@ -250,8 +260,7 @@ def store(case: Case, models: Path, world: World, out: Path) -> tuple[dict[str, 
 
     step(engine, 0)
     engine.set_version(7)
-    dcp = SaveLoadMeta(path=out / f"{case.file}-dcp", weight_format="dcp", with_optim=True)
-    engine.save(dcp)
+    dcp = SaveLoadMeta(path=out / f"{case.file}-dcp", weight_format="dcp", with_optim=True, background=True)
     saved = cases.parameters_of(engine)
     engine.save(SaveLoadMeta(path=out / f"{case.file}-hf"))
     facts: dict[str, Any] = {}
@@ -271,8 +280,10 @@ def store(case: Case, models: Path, world: World, out: Path) -> tuple[dict[str, 
         facts["names"] = sorted(receiver.tensors)
         facts["sent"] = all(torch.equal(receiver.tensors[name], tensor) for name, tensor in saved.items())
         facts["files"] = receiver.files
+    engine.save(dcp)
     loss = step(engine, 1)
     straight = cases.parameters_of(engine)
+    engine.finish_saving()
 
     other = make(case, models / f"{case.arch}-other", momentum())
     other.load(dcp)

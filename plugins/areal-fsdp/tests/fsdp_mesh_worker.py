@@ -16,11 +16,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from areal_core.trainer.world import World
+from areal_fsdp.support import support_logprobs
 from areal_fsdp.vocab_parallel import vocab_parallel_logprobs, vocab_range
 
 
 def vocab_case(text: str, out: Path) -> None:
-    """Log-probs, entropy and gradient of this rank's part of some random logits; ``vocab/SIZE``."""
+    """Log-probs, entropy and gradient of this rank's part of some random logits, also over supports; ``vocab/SIZE``."""
     size, rank = int(text.split("/")[1]), dist.get_rank()
     logits, targets, weights = mesh_cases.vocab_inputs(size)
     start, end = vocab_range(size, rank, dist.get_world_size())
@@ -36,6 +37,21 @@ def vocab_case(text: str, out: Path) -> None:
     (logprobs * weights[0] + entropy * weights[1]).sum().backward()
     assert local.grad is not None
     tensors = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "gradient": local.grad}
+    again = logits[:, start:end].clone().requires_grad_()
+    logprobs, entropy = support_logprobs(
+        again,
+        targets,
+        mesh_cases.vocab_supports(size, targets),
+        temperature=1.7,
+        with_entropy=True,
+        start=start,
+        group=dist.group.WORLD,
+    )
+    assert entropy is not None
+    (logprobs * weights[0] + entropy * weights[1]).sum().backward()
+    assert again.grad is not None
+    kept = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "gradient": again.grad}
+    tensors |= {f"kept_{name}": value for name, value in kept.items()}
     save_file(tensors, out / f"vocab{size}-rank{rank}.safetensors")
 
 

@@ -28,6 +28,9 @@ FAST = [
     "qwen2/fsdp:t2/nosp",
     "gemma3/fsdp:c2",
     "qwen3/fsdp:c2/critic",
+    "qwen3/fsdp:t2/supports/entropy",
+    "llama/fsdp:c2/supports/entropy",
+    "qwen2/fsdp:d2/empty/supports",
 ]
 BROKEN = "qwen2/fsdp:d2/nan"
 TINY = ["qwen3/fsdp:t2/tiny", "qwen3/fsdp:c2/tiny", "qwen3/fsdp:t2/critic/tiny"]
@@ -103,6 +106,8 @@ FOUR_RANKS = [
     "qwen2/fsdp:d2t2/adamw",
     "qwen2/fsdp:d2t2/muon",
     "llama/fsdp:t2c2/muon",
+    "qwen3/fsdp:d2t2/supports/entropy",
+    "gemma3/fsdp:t2c2/nosp/supports/entropy",
 ]
 
 
@@ -222,6 +227,28 @@ def check_tiny(text: str, out: Path, models: Path) -> None:
 @pytest.mark.parametrize("text", FAST)
 def test_training_when_on_two_ranks_expected_that_of_one(text: str, fast: Path, expected: Callable) -> None:
     check(text, fast, expected)
+
+
+@pytest.mark.parametrize("size", VOCABULARIES)
+def test_support_logprobs_when_the_vocabulary_is_split_expected_formula_and_its_gradient(size: int, fast: Path) -> None:
+    logits, targets, weights = mesh_cases.vocab_inputs(size)
+    supports = mesh_cases.vocab_supports(size, targets)
+    whole = logits.double().requires_grad_()
+    rows = []
+    for row, (target, kept) in enumerate(zip(targets.tolist(), supports.tolist(), strict=True)):
+        ids = [i for i in kept if i >= 0]
+        logp = torch.log_softmax(whole[row, ids] / 1.7, -1)
+        rows.append(torch.stack([logp[ids.index(target)], -(logp.exp() * logp).sum()]))
+    logprobs, entropy = torch.stack(rows, 1)
+    (logprobs * weights[0] + entropy * weights[1]).sum().backward()
+
+    ranks = [load_file(fast / f"vocab{size}-rank{rank}.safetensors") for rank in range(2)]
+
+    for rank in ranks:
+        assert_close(rank["kept_logprobs"], logprobs.detach().float(), rtol=1e-5, atol=1e-5)
+        assert_close(rank["kept_entropy"], entropy.detach().float(), rtol=1e-5, atol=1e-5)
+    gradient = torch.cat([rank["kept_gradient"] for rank in ranks], 1)
+    assert_close(gradient, whole.grad.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", VOCABULARIES)

@@ -93,7 +93,8 @@ class BatchRun:
         weight = torch.zeros((), dtype=torch.float64, device=self.device)
         parts = [micro_batch for _, micro_batch in split(engine, batch.to("cpu"))]
         for micro_batch, inputs in zip(parts, model_inputs(engine, parts), strict=True):
-            micro_batch = micro_batch.to(self.device)
+            # The loss does not read them, and they are the largest part of a batch.
+            micro_batch = micro_batch.without("supports").to(self.device)
             if not inputs.is_dummy:
                 weight += loss_weight_fn(micro_batch)
                 self.model_tokens += inputs.num_rows

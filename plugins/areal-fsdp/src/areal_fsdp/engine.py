@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,8 @@ class FSDPEngine(TrainEngine):
         scorer, peft, optimizer, schedule, folder: set by ``initialize``; ``peft`` and ``optimizer`` may stay None.
         steps: optimizer steps so far.
     """
+
+    takes_supports: ClassVar[bool] = True
 
     def __init__(self, config: TrainEngineConfig) -> None:
         self.config = config

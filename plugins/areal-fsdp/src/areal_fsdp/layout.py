@@ -11,6 +11,7 @@ import torch
 
 from areal_core.api.batch import PackedBatch
 from areal_fsdp.attention import AttentionPlan, make_plan
+from areal_fsdp.support import TokenSupports
 from areal_fsdp.vision import Images, VisionBatch, VisionInput, join_images
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -44,6 +45,7 @@ class ModelInput:
         num_rows: ``N`` without the padding.
         is_dummy: the micro-batch has no token; one row stands in, for the sake of collectives.
         vision: the images among the rows, if there are any.
+        supports: of the ``S`` tokens, if the batch has any.
     """
 
     input_ids: torch.Tensor
@@ -56,6 +58,7 @@ class ModelInput:
     num_rows: int
     is_dummy: bool = False
     vision: VisionInput | None = None
+    supports: TokenSupports | None = None
 
     def to(self, device: torch.device) -> ModelInput:
         if device.type == "cpu":
@@ -63,7 +66,8 @@ class ModelInput:
         names = ("input_ids", "position_ids", "rows", "targets", "token_index")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         vision = None if self.vision is None else self.vision.to(device)
-        return attrs.evolve(self, plan=self.plan.to(device), vision=vision, **moved)
+        supports = None if self.supports is None else self.supports.to(device)
+        return attrs.evolve(self, plan=self.plan.to(device), vision=vision, supports=supports, **moved)
 
 
 def make_model_input(
@@ -146,16 +150,20 @@ def make_model_input(
         last = len(ids)
     rows = row_of[token_index - 1]
     mine = (rows >= first) & (rows < last)
+    token_index = token_index[mine]
+    targets = input_ids[token_index]
+    supports = batch.tokens.get("supports")
     return ModelInput(
         input_ids=torch.from_numpy(ids[first:last]),
         position_ids=torch.from_numpy(places[..., first:last]),
         plan=make_plan(lengths, prefixes),
         rows=torch.from_numpy(rows[mine] - first),
-        targets=torch.from_numpy(input_ids[token_index[mine]]),
-        token_index=torch.from_numpy(token_index[mine]),
+        targets=torch.from_numpy(targets),
+        token_index=torch.from_numpy(token_index),
         lengths=lengths,
         num_rows=num_rows,
         vision=seen,
+        supports=None if supports is None else TokenSupports.of(supports.numpy()[token_index], targets),
     )
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from areal_core.api.vision import is_vision_language, placeholders_as_text
 from areal_fsdp.attention import ATTENTION_NAME, take_rows
 from areal_fsdp.layout import ModelInput
+from areal_fsdp.support import TokenSupports, support_logprobs
 from areal_fsdp.tensor_parallel import TensorParallel
 from areal_fsdp.ulysses import Ulysses
 from areal_fsdp.vocab_parallel import vocab_parallel_logprobs
@@ -115,10 +116,11 @@ class Scorer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs (critic: values) fp32 ``[S]`` and entropies ``[S]`` of what this rank predicts.
 
-        Where that is nothing: one entry of value 0.
+        Where that is nothing: one entry of value 0. Both are over the support of a token that has one.
 
         Args:
-            logits_fn: ``(logits [C, V], token_index [C]) -> [C]`` on chunks; its results take the entropies' place.
+            logits_fn: ``(logits [C, V], token_index [C]) -> [C]`` on chunks; its results take the entropies' place, and
+                supports are not looked at.
             hidden_only: give the hidden states ``[S, H]`` that predict instead of log-probs, and None.
         """
         hidden = self._packed_hidden(inputs) if self.is_packed else self._padded_hidden(inputs)
@@ -134,8 +136,12 @@ class Scorer(nn.Module):
         if self.is_critic:
             out, entropy = self.model.score(selected)[:, 0].float(), None
         else:
-            index = None if empty else inputs.token_index
-            out, entropy = self._logprobs(selected, targets, with_entropy, None if empty else logits_fn, index)
+            if empty:
+                out, entropy = self._logprobs(selected, targets, with_entropy)
+            else:
+                out, entropy = self._logprobs(
+                    selected, targets, with_entropy, logits_fn, inputs.token_index, inputs.supports
+                )
         # A copy: FSDP puts a hook on the output, and warns of a view.
         return out * 0 if empty else out.clone(), entropy
 
@@ -183,17 +189,21 @@ class Scorer(nn.Module):
         with_entropy: bool,
         logits_fn: ChunkFn | None = None,
         token_index: torch.Tensor | None = None,
+        supports: TokenSupports | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         index = targets if token_index is None else token_index
         if len(hidden) <= self.logits_chunk:
-            return self._head(hidden, targets, with_entropy, logits_fn, index)
-        chunks = zip(*(tensor.split(self.logits_chunk) for tensor in (hidden, targets, index)), strict=True)
+            return self._head(hidden, targets, with_entropy, logits_fn, index, supports)
+        split = [tensor.split(self.logits_chunk) for tensor in (hidden, targets, index)]
+        kept = [None] * len(split[0]) if supports is None else supports.split(self.logits_chunk)
+        chunks = zip(*split, kept, strict=True)
         if torch.is_grad_enabled():
             parts = [
-                checkpoint(self._head, h, t, with_entropy, logits_fn, i, use_reentrant=False) for h, t, i in chunks
+                checkpoint(self._head, h, t, with_entropy, logits_fn, i, s, use_reentrant=False)
+                for h, t, i, s in chunks
             ]
         else:
-            parts = [self._head(h, t, with_entropy, logits_fn, i) for h, t, i in chunks]
+            parts = [self._head(h, t, with_entropy, logits_fn, i, s) for h, t, i, s in chunks]
         logprobs = torch.cat([part[0] for part in parts])
         return logprobs, torch.cat([part[1] for part in parts]) if with_entropy or logits_fn else None
 
@@ -209,11 +219,34 @@ class Scorer(nn.Module):
         with_entropy: bool,
         logits_fn: ChunkFn | None,
         token_index: torch.Tensor,
+        supports: TokenSupports | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = self.logits(hidden)
         if logits_fn is not None:
             scaled = logits.float() / self.temperature
             return token_logprobs(scaled, targets, 1.0, False)[0], logits_fn(scaled, token_index)
+        if supports is None:
+            return self._over_vocabulary(logits, targets, with_entropy)
+        parallel = self.tensor_parallel
+        logprobs, entropy = support_logprobs(
+            logits,
+            targets,
+            supports.ids,
+            temperature=self.temperature,
+            with_entropy=with_entropy,
+            start=0 if parallel is None else parallel.vocab_start,
+            group=None if parallel is None else parallel.group,
+        )
+        if supports.full is None:
+            return logprobs, entropy
+        whole, whole_entropy = self._over_vocabulary(logits, targets, with_entropy)
+        if entropy is not None and whole_entropy is not None:
+            entropy = torch.where(supports.full, whole_entropy, entropy)
+        return torch.where(supports.full, whole, logprobs), entropy
+
+    def _over_vocabulary(
+        self, logits: torch.Tensor, targets: torch.Tensor, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.tensor_parallel is not None:
             return vocab_parallel_logprobs(
                 logits,

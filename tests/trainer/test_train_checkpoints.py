@@ -10,13 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import filesystem
-from trainer_harness import areal, environment, read_metrics, torchrun, untimed, wait_until, weights, write_yaml
+from trainer_harness import (
+    areal,
+    environment,
+    read_metrics,
+    torchrun,
+    untimed,
+    wait_for_end,
+    wait_until,
+    weights,
+    write_yaml,
+)
 
 from areal_core.api.load import load_run_config
 from areal_core.errors import ArealError, BadInputError
 from areal_core.runs.run_dir import list_checkpoints
 from areal_core.trainer.run import train
+from areal_fsdp import export
 
 
 def assert_equal_weights(found: Path, expected: Path) -> None:
@@ -63,15 +73,17 @@ def test_train_when_disk_fills_up_fails_clearly_and_resumes_from_the_last_checkp
 ) -> None:
     # Arrange: room for one checkpoint, then none.
     straight = run("straight")
-    create_stream = filesystem.FileSystem.create_stream
+    check_empty = export.check_empty
 
-    def create(self: Any, path: Any, mode: str) -> Any:
-        full = str(path).endswith(".distcp") and "step-000001" not in str(path)
-        return create_stream(self, "/dev/full" if full else path, mode)
+    def plant(path: Path) -> None:
+        check_empty(path)
+        if "step-000001" not in str(path):
+            path.mkdir()
+            (path / "__0_0.distcp").symlink_to("/dev/full")
 
     # Act
     with monkeypatch.context() as patch:
-        patch.setattr(filesystem.FileSystem, "create_stream", create)
+        patch.setattr(export, "check_empty", plant)
         with pytest.raises(
             ArealError, match=r"step 2 could not be written.*No space left.*step-000001 is the last"
         ) as e:
@@ -84,22 +96,29 @@ def test_train_when_disk_fills_up_fails_clearly_and_resumes_from_the_last_checkp
     assert_equal_weights(run("broken", "checkpoint.freq_steps=1", resume="must"), straight)
 
 
+#: A run whose second checkpoint never gets further than the first tensor of its file.
 _CRASHING = """
-import sys, threading
-from pathlib import Path
-import torch.distributed.checkpoint as dcp
+import sys
+from areal_fsdp import save_process
 
-write_data, calls = dcp.FileSystemWriter.write_data, 0
-
-def write(self, *arguments, **keywords):
-    global calls
-    calls += 1
-    if calls == 2:
-        Path(sys.argv[1]).touch()
+hook = '''
+import os, threading
+from torch.distributed.checkpoint import filesystem
+write_item, files = filesystem._write_item, set()
+def hooked(transforms, stream, *rest):
+    result = write_item(transforms, stream, *rest)
+    files.add(stream.name)
+    if len(files) == 2:
+        stream.flush()
+        with open({marker!r} + '.part', 'w') as file:
+            file.write(str(os.getpid()))
+        os.rename(file.name, {marker!r})
         threading.Event().wait()
-    return write_data(self, *arguments, **keywords)
-
-dcp.FileSystemWriter.write_data = write
+    return result
+filesystem._write_item = hooked
+'''.format(marker=sys.argv[1])
+start, call, rest = save_process._PROGRAM.rpartition("main(")
+save_process._PROGRAM = start + hook + call + rest
 from areal_core.cli.main import run
 sys.exit(run(sys.argv[2:]))
 """
@@ -124,8 +143,10 @@ def test_resume_when_killed_within_a_background_write_equals_uninterrupted_run(
         env=environment(),
     )
     wait_until(lambda: (tmp_path / "writing").exists(), process)
+    writer = int((tmp_path / "writing").read_text())
     process.kill()
     process.wait()
+    wait_for_end(writer)
     left = [step for step, _ in list_checkpoints(broken)]
     resumed = areal("train", path, "run.name=broken", "--resume", "must")
 

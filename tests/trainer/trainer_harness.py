@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -81,6 +82,18 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], ti
             process.kill()
             raise AssertionError("the condition never held")
         time.sleep(0.02)
+
+
+def wait_for_end(pid: int, timeout: float = 60) -> None:
+    """Until a process that need not be a child has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([descriptor], [], [], timeout)[0], f"process {pid} still runs"
+    finally:
+        os.close(descriptor)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

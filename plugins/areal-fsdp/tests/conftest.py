@@ -19,3 +19,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_save_process() -> Iterator[None]:
+    """Held, the process that writes checkpoints is started once for all tests."""
+    from areal_fsdp.save_process import shared_save_process
+
+    process = shared_save_process()
+    yield
+    process.close()

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from areal_core.api.configs import LoRAConfig
 from areal_core.api.io_struct import SaveLoadMeta
 from areal_core.errors import ArealError
+from areal_fsdp import export
 
 
 def everyone(value: Any) -> list[Any]:
@@ -88,20 +89,48 @@ def optimizer_steps(models: Path, kind: str, backend: str) -> tuple[dict[str, An
 
 
 def background(folder: Path, backend: str, out: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Train on while a checkpoint is written; then load it."""
+    """Train on while a checkpoint is written, then load it and go on again; then a disk that is full for rank 1."""
     engine = cases.make_engine(folder, backend=backend, optimizer=cases.sgd(lr=0.1, momentum=0.9))
     batch = cases.ragged_batch().select([dist.get_rank(), 4 + dist.get_rank()])
-    engine.train_batch(batch, cases.policy_loss, cases.token_weight)
-    expected = cases.parameters_of(engine)
+
+    def train(steps: int) -> dict[str, torch.Tensor]:
+        for _ in range(steps):
+            engine.train_batch(batch, cases.policy_loss, cases.token_weight)
+        return cases.parameters_of(engine)
+
+    expected = train(1)
     meta = SaveLoadMeta(path=out / "background", weight_format="dcp", with_optim=True, background=True)
     engine.save(meta)
-    for _ in range(2):
-        engine.train_batch(batch, cases.policy_loss, cases.token_weight)
-    moved = any(not torch.equal(expected[k], v) for k, v in cases.parameters_of(engine).items())
+    straight = train(2)
+    moved = any(not torch.equal(expected[k], v) for k, v in straight.items())
     engine.finish_saving()
     engine.load(meta)
     equal = all(torch.equal(expected[k], v) for k, v in cases.parameters_of(engine).items())
-    return {"equal": equal, "moved": moved, "saving": engine.is_saving}, expected
+    resumed = all(torch.equal(straight[k], v) for k, v in train(2).items())
+
+    full = SaveLoadMeta(path=out / "full", weight_format="dcp", with_optim=True, background=True)
+    if dist.get_rank() == 0:
+        full.path.mkdir()
+        (full.path / "__1_0.distcp").symlink_to("/dev/full")
+    dist.barrier()
+    check_empty = export.check_empty
+    export.check_empty = lambda path: None
+    engine.save(full)
+    export.check_empty = check_empty
+    train(1)
+    try:
+        engine.finish_saving()
+    except ArealError as error:
+        message = str(error)
+    else:
+        message = "nothing"
+    return {
+        "equal": equal,
+        "moved": moved,
+        "resumed": resumed,
+        "saving": engine.is_saving,
+        "messages": everyone(message),
+    }, expected
 
 
 def main() -> None:

@@ -14,13 +14,14 @@ import fsdp_cases as cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from areal_core.api.configs import LoRAConfig, OptimizerConfig
 from areal_core.api.io_struct import SaveLoadMeta
 from areal_core.errors import ArealError, BadInputError
+from areal_fsdp import export
 from areal_fsdp.dcp_reader import SafeReader, read_metadata
+from areal_fsdp.save_process import SaveProcess
 
 ADAMW = OptimizerConfig(lr=1e-2)
 
@@ -35,28 +36,30 @@ def step(engine: Any, seed: int) -> None:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every write of tensors goes to /dev/full, where the kernel says that no space is left."""
+    """The file of tensors of every checkpoint is /dev/full, where the kernel says that no space is left."""
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
-    create_stream = filesystem.FileSystem.create_stream
+    check_empty = export.check_empty
 
-    def create(self: Any, path: Any, mode: str) -> Any:
-        return create_stream(self, "/dev/full" if str(path).endswith(".distcp") else path, mode)
+    def plant(path: Path) -> None:
+        check_empty(path)
+        path.mkdir(parents=True)
+        (path / "__0_0.distcp").symlink_to("/dev/full")
 
-    monkeypatch.setattr(filesystem.FileSystem, "create_stream", create)
+    monkeypatch.setattr(export, "check_empty", plant)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Writes of tensors wait until the event is set."""
+    """The process that writes gets nothing to do until the event is set."""
     event = threading.Event()
-    write_data = dcp.FileSystemWriter.write_data
+    plain = SaveProcess.write
 
-    def write(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    def write(self: Any, *arguments: Any) -> Any:
         assert event.wait(60)
-        return write_data(self, *arguments, **keywords)
+        return plain(self, *arguments)
 
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write)
+    monkeypatch.setattr(SaveProcess, "write", write)
     yield event
     event.set()
 

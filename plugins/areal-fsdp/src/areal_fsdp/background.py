@@ -1,4 +1,4 @@
-"""A checkpoint that is written by a thread while training goes on."""
+"""A checkpoint that is written while training goes on."""
 
 from __future__ import annotations
 
@@ -45,4 +45,6 @@ def cause(error: BaseException) -> str:
     if isinstance(failures, dict) and failures:
         error = next(iter(failures.values()))[0]
     text = str(error).strip().splitlines()
+    if isinstance(error, ArealError) and text:
+        return text[-1]
     return f"{type(error).__name__}: {text[-1] if text else 'no message'}"

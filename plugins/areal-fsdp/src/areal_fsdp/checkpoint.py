@@ -19,8 +19,10 @@ from areal_core.errors import BadInputError
 from areal_fsdp.background import BackgroundSave, cause, save_error
 from areal_fsdp.dcp_reader import SafeReader, tensors_of
 from areal_fsdp.optim import ensure_state
+from areal_fsdp.save_process import ProcessWriter, SaveProcess
 
 META_FILE = "areal_state.json"
+_NO_GROUP = "torch.distributed is disabled"
 
 
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
@@ -78,7 +80,7 @@ def set_rng(tensors: dict[str, torch.Tensor], rank: int, device: torch.device) -
 def _single_process_expected() -> Iterator[None]:
     """torch warns of a missing process group even where ``no_dist`` says that there is none."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        warnings.filterwarnings("ignore", message=_NO_GROUP, category=UserWarning)
         yield
 
 
@@ -91,12 +93,13 @@ def save_state(
     rank: int,
     device: torch.device,
     background: dist.ProcessGroup | bool = False,
+    process: SaveProcess | None = None,
 ) -> BackgroundSave | None:
     """Write model, optimizer, generators and ``meta`` (JSON). Every rank calls it.
 
     Args:
-        background: copy the state to host memory and write it in a thread: True in a single process, else a gloo group
-            that nothing else uses meanwhile.
+        background: copy the state to host memory, and return while ``process`` writes it: True in a single process,
+            else a gloo group that nothing else uses meanwhile.
 
     Raises:
         ArealError: on every rank, if a file cannot be written.
@@ -110,15 +113,17 @@ def save_state(
     try:
         path.mkdir(parents=True, exist_ok=True)
         # As text: torch would pickle a path object into the metadata.
-        writer = dcp.FileSystemWriter(str(path))
+        writer = dcp.FileSystemWriter(str(path)) if process is None else ProcessWriter(str(path), process)
         if rank == 0:
             text = json.dumps({**meta, "world_size": _world_size()}, indent=2)
             (path / META_FILE).write_text(text + "\n", encoding="utf-8")
+        if background:
+            # Its thread outlives any context here.
+            warnings.filterwarnings("ignore", message=_NO_GROUP, category=UserWarning)
+            group: Any = None if no_dist else background
+            future: Any = dcp.async_save(state, storage_writer=writer, process_group=group, no_dist=no_dist)
+            return BackgroundSave(future, path)
         with _single_process_expected():
-            if background:
-                group: Any = None if no_dist else background
-                future: Any = dcp.async_save(state, storage_writer=writer, process_group=group, no_dist=no_dist)
-                return BackgroundSave(future, path)
             dcp.save(state, storage_writer=writer, no_dist=no_dist)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise save_error(path, error) from error

@@ -36,6 +36,7 @@ from areal_fsdp.optim import Schedule, SkipGuard, build_optimizer
 from areal_fsdp.parallel import broadcast_weights, build_scorer, check_parallel, shard_model
 from areal_fsdp.quantization import check_quantization, quantize_weights, use_float8
 from areal_fsdp.recompute import enable_recomputation
+from areal_fsdp.save_process import SaveProcess
 from areal_fsdp.scorer import Scorer
 from areal_fsdp.tensor_parallel import check_heads
 from areal_fsdp.weight_source import FileSource, ModelSource, NeedsWholeModel, WeightSource
@@ -73,6 +74,7 @@ class FSDPEngine(TrainEngine):
         self.is_critic = False
         self.background_save: BackgroundSave | None = None
         self.background_group: dist.ProcessGroup | None = None
+        self.save_process: SaveProcess | None = None
         self._offloaded = False
         self._counters: dict[str, float] = {}
 
@@ -204,7 +206,7 @@ class FSDPEngine(TrainEngine):
 
     def destroy(self) -> None:
         if self.background_save is not None:
-            # Its thread uses the process group; what it failed to write has been, or will be, reported by the trainer.
+            # It uses the process group; what it failed to write has been, or will be, reported by the trainer.
             with suppress(ArealError):
                 self.background_save.wait()
             self.background_save = None
@@ -213,7 +215,7 @@ class FSDPEngine(TrainEngine):
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
             self._owns_group = False
-        self._mesh = None
+        self._mesh = self.save_process = None
 
     # --------------------------------------------------------------------------------------- training, forward
 

@@ -13,6 +13,7 @@ from areal_core.api.io_struct import SaveLoadMeta
 from areal_core.errors import ArealError, BadInputError
 from areal_fsdp import checkpoint, comm, export, loading, lora
 from areal_fsdp.background import save_error
+from areal_fsdp.save_process import shared_save_process
 
 if TYPE_CHECKING:
     from areal_fsdp.engine import FSDPEngine
@@ -33,6 +34,8 @@ def save(engine: FSDPEngine, meta: SaveLoadMeta) -> None:
         "schedule_step": engine.schedule.step_index if engine.schedule is not None else 0,
     }
     background = meta.background and (engine.mesh.world is None or _background_group(engine))
+    if background and engine.save_process is None:
+        engine.save_process = shared_save_process()
     error: Exception | None = None
     try:
         engine.background_save = checkpoint.save_state(
@@ -43,6 +46,7 @@ def save(engine: FSDPEngine, meta: SaveLoadMeta) -> None:
             rank=engine.mesh.rank,
             device=engine.device,
             background=background,
+            process=engine.save_process if background else None,
         )
     except Exception as caught:
         error = caught

@@ -97,12 +97,40 @@ class InferenceEngine(abc.ABC):
         With ``meta.type`` ``lora`` the folder holds an adapter for the model that the engine was initialised with.
         """
 
+    def weight_receivers(self) -> tuple[str, ...]:
+        """One name for each process that joins the group of ``init_weights_update_group``, in the order of their ranks.
+
+        Other names than before (a server came or went) mean that the group must be made anew. Empty: the engine takes
+        no weights over a process group.
+        """
+        return ()
+
     def init_weights_update_group(self, meta: WeightUpdateMeta) -> None:
-        """Join the process group that ``update_weights_from_distributed`` receives on."""
+        """Let the receivers join the group that ``update_weights_from_distributed`` receives on, as ranks 1 and up.
+
+        ``meta.options`` says where rank 0 waits (see ``areal_core.api.weight_sender``). Returns when all have joined.
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot take weights over a process group")
 
-    def update_weights_from_distributed(self, meta: WeightUpdateMeta, specs: list[tuple[str, list[int], str]]) -> None:
-        """Receive the tensors of ``specs`` (name, shape, dtype) by broadcast from the train engine."""
+    def update_weights_from_distributed(
+        self,
+        meta: WeightUpdateMeta,
+        specs: list[tuple[str, list[int], str]],
+        on_ready: Callable[[], None] | None = None,
+    ) -> None:
+        """Receive the tensors of ``specs`` by broadcast from the train engine. Returns when all are in use.
+
+        They come in this order as buckets of bytes, one tensor behind the other; a bucket ends with the tensor that
+        brings it beyond ``meta.chunk_mb``.
+
+        Args:
+            specs: (name in Hugging Face layout, shape, dtype as torch spells it, such as ``bfloat16``); every
+                parameter once, tied ones under one name.
+            on_ready: called when the receivers wait for the first bucket. Before it, an error leaves the old weights.
+
+        Raises:
+            BadInputError: before ``on_ready``, if the tensors are not those of the model.
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot take weights over a process group")
 
     @abc.abstractmethod

@@ -20,6 +20,7 @@ from areal_core.api.batch import PackedBatch, TokenOutput
 from areal_core.api.configs import TrainEngineConfig
 from areal_core.api.engine_api import InferenceEngine, LogitsFn, LossFn, LossWeightFn, TrainEngine
 from areal_core.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
+from areal_core.api.weight_sender import WeightSender
 from areal_core.errors import ArealError, BadInputError, section
 from areal_core.logging import getLogger
 from areal_fsdp import comm, loading, lora, storage, weight_update
@@ -67,6 +68,7 @@ class FSDPEngine(TrainEngine):
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: Schedule | None = None
         self.inference: InferenceEngine | None = None
+        self.weight_sender: WeightSender | None = None
         self.folder = Path()
         self.version = 0
         self.steps = 0
@@ -210,7 +212,9 @@ class FSDPEngine(TrainEngine):
             with suppress(ArealError):
                 self.background_save.wait()
             self.background_save = None
-        self._scorer = self.peft = self.optimizer = self.schedule = self.inference = None
+        if self.weight_sender is not None:
+            self.weight_sender.close()
+        self._scorer = self.peft = self.optimizer = self.schedule = self.inference = self.weight_sender = None
         gc.collect()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from areal_core.api.weight_sender import dtype_name
 from areal_core.errors import BadInputError
 from areal_fsdp.lora import lora_layers, merged_weight
 from areal_fsdp.low_precision import local
@@ -58,6 +59,38 @@ def hf_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             a, b = full(layer.lora_A["default"].weight), full(layer.lora_B["default"].weight)
             weight = merged_weight(layer, weight, a, b)
         yield name, weight
+
+
+def checkpoint_specs(model: Any) -> list[tuple[str, list[int], str]]:
+    """(name, shape, dtype) of what ``checkpoint_tensors`` gives, in its order. Local: nothing is gathered.
+
+    Raises:
+        BadInputError: if the layout of the files cannot be made of one tensor at a time.
+    """
+    shapes = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in hf_parameters(model).items()
+    }
+    specs = {name: value for entry in shapes.items() for name, value in _one_by_its_file_name(model, entry)}
+    whole = shapes if lora_layers(model) else _checkpoint_names(model, shapes)
+    if {name: value.shape for name, value in specs.items()} != {name: value.shape for name, value in whole.items()}:
+        raise BadInputError(
+            f"weight_update.type: the weights of {type(model).__name__} cannot be sent one at a time, because their "
+            "files hold some of them in another layout. Use 'disk'."
+        )
+    return [(name, list(value.shape), dtype_name(value)) for name, value in specs.items()]
+
+
+def checkpoint_tensors(model: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """``hf_tensors`` by the names and in the layout that the files of a Hugging Face folder have."""
+    for entry in tensors:
+        yield from _one_by_its_file_name(model, entry)
+
+
+def _one_by_its_file_name(model: Any, entry: tuple[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    if lora_layers(model):
+        yield entry
+    else:
+        yield from _checkpoint_names(model, dict([entry])).items()
 
 
 def write_hf_folder(

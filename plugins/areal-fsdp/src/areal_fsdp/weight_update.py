@@ -1,4 +1,4 @@
-"""From the train engine to the inference engine: by memory, by disk, or the adapter alone."""
+"""From the train engine to the inference engine: by memory, by disk, by broadcast, or the adapter alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from areal_core.api.io_struct import WeightUpdateMeta
+from areal_core.api.weight_sender import WeightSender
 from areal_core.errors import BadInputError
 from areal_fsdp import comm, export, storage
 
@@ -20,10 +21,9 @@ def check_type(meta: WeightUpdateMeta, engine: FSDPEngine, inference: InferenceE
     Raises:
         BadInputError: naming ``weight_update.type``.
     """
-    if meta.type not in ("memory", "disk", "lora"):
+    if meta.type == "distributed" and inference is not None and not inference.weight_receivers():
         raise BadInputError(
-            f"weight_update.type: the fsdp engine cannot do {meta.type!r} yet. Use 'memory' (an engine in this "
-            "process), 'disk', or 'lora' (the adapter alone)."
+            f"weight_update.type: {type(inference).__name__} takes no weights over a process group. Use 'disk'."
         )
     if meta.type != "lora":
         return
@@ -47,11 +47,18 @@ def update_weights(engine: FSDPEngine, meta: WeightUpdateMeta) -> None:
     if rank == 0 and engine.inference is None:
         raise RuntimeError("call connect_engine before update_weights")
     error: Exception | None = None
-    if meta.type == "memory":
+    if meta.type in ("memory", "distributed"):
         tensors = export.hf_tensors(scorer.model)
+        if meta.type == "distributed":
+            specs = export.checkpoint_specs(scorer.model)
+            tensors = export.checkpoint_tensors(scorer.model, tensors)
         try:
-            if engine.inference is not None:
+            if engine.inference is None:
+                pass
+            elif meta.type == "memory":
                 engine.inference.update_weights_from_memory(tensors, meta.version)
+            else:
+                sender(engine, engine.inference).send(meta, specs, tensors)
         except Exception as caught:
             error = caught
         # The other ranks, and this one after an error, must take part in what is left of the gathering.
@@ -75,3 +82,10 @@ def update_weights(engine: FSDPEngine, meta: WeightUpdateMeta) -> None:
         except Exception as caught:
             error = caught
     comm.raise_together(error, engine.mesh.world, engine.device)
+
+
+def sender(engine: FSDPEngine, inference: InferenceEngine) -> WeightSender:
+    """Rank 0's end of the broadcast; it stays connected from one update to the next."""
+    if engine.weight_sender is None or engine.weight_sender.engine is not inference:
+        engine.weight_sender = WeightSender(inference, engine.device)
+    return engine.weight_sender

@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from areal_core.api.configs import InferenceEngineConfig
@@ -52,6 +52,8 @@ class VLLMEngine(InferenceEngine):
         self.config = config
         self.options: VLLMConfig = config.options if isinstance(config.options, VLLMConfig) else VLLMConfig()
         self.stats = Stats()
+        # What the servers' weights are of; see weight_update.
+        self.last_update: WeightUpdateMeta | None = None
         self._launched: Any = None
         self._fleet: Fleet | None = None
         self._generator: Generator | None = None
@@ -199,16 +201,26 @@ class VLLMEngine(InferenceEngine):
         self.fleet.pause_servers()
         weight_update.update_from_disk(self, meta)
 
+    def weight_receivers(self) -> tuple[str, ...]:
+        from areal_vllm import weight_update
+
+        return weight_update.receivers(self)
+
     def init_weights_update_group(self, meta: WeightUpdateMeta) -> None:
         from areal_vllm import weight_update
 
         weight_update.init_group(self, meta)
 
-    def update_weights_from_distributed(self, meta: WeightUpdateMeta, specs: list[tuple[str, list[int], str]]) -> None:
+    def update_weights_from_distributed(
+        self,
+        meta: WeightUpdateMeta,
+        specs: list[tuple[str, list[int], str]],
+        on_ready: Callable[[], None] | None = None,
+    ) -> None:
         from areal_vllm import weight_update
 
         self.fleet.pause_servers()
-        weight_update.update_from_distributed(self, meta, specs)
+        weight_update.update_from_distributed(self, meta, specs, on_ready)
 
     def weights_updated(self, version: int, replicas: list[Replica] | None = None) -> None:
         """Servers have new weights: all live ones, or ``replicas`` alone, so that the others get no requests."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +57,11 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         store = dist.TCPStore(init_info.master_address, init_info.master_port, is_master=False, timeout=timeout)
         rank = init_info.rank_offset + self.parallel_config.rank
         prefixed = dist.PrefixStore(init_info.prefix, store)
-        self.group = dist.ProcessGroupGloo(prefixed, rank, init_info.world_size, timeout)
+        settings = dist.ProcessGroupGloo._Options()
+        address = _address_towards(init_info.master_address)
+        settings._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        settings._timeout = timeout
+        self.group = dist.ProcessGroupGloo(prefixed, rank, init_info.world_size, settings)
         self.bucket_bytes = init_info.packed_buffer_size_bytes
 
     def start_weight_update(self) -> None:
@@ -66,34 +72,31 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self.group is None:
             raise RuntimeError("init_weight_transfer_engine comes before update_weights")
-        bucket: list[tuple[str, torch.dtype, list[int], int]] = []
-        size = 0
-        for name, dtype_name, shape in zip(
-            update_info.names, update_info.dtype_names, update_info.shapes, strict=True
-        ):
-            dtype = getattr(torch, dtype_name)
-            n_bytes = torch.Size(shape).numel() * dtype.itemsize
-            bucket.append((name, dtype, shape, n_bytes))
-            size += n_bytes
-            if size > self.bucket_bytes:
-                self._receive_bucket(bucket, size)
-                bucket, size = [], 0
-        if bucket:
-            self._receive_bucket(bucket, size)
+        failure: Exception | None = None
+        for bucket in _buckets(update_info, self.bucket_bytes):
+            try:
+                packed = self._receive(sum(n_bytes for *_, n_bytes in bucket))
+            except Exception:
+                _restore(self.model)
+                raise
+            if failure is not None:
+                # The sender and the other workers go on: stay in step with them.
+                continue
+            try:
+                self.model.load_weights(_unpack(packed, bucket))
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            _restore(self.model)
+            raise failure
 
-    def _receive_bucket(self, bucket: list[tuple[str, torch.dtype, list[int], int]], size: int) -> None:
+    def _receive(self, n_bytes: int) -> torch.Tensor:
         # A new buffer each time: vLLM keeps views of it until all weights of their layer have come.
-        packed = torch.empty(size, dtype=torch.uint8)
+        packed = torch.empty(n_bytes, dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self.group.broadcast([packed], options).wait()
-        parts = packed.split([n_bytes for *_, n_bytes in bucket])
-        self.model.load_weights(
-            [
-                (name, _typed(part, dtype).view(shape))
-                for (name, dtype, shape, _), part in zip(bucket, parts, strict=True)
-            ]
-        )
+        return packed
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -102,6 +105,52 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def shutdown(self) -> None:
         self.group = None
+
+
+def _restore(model: torch.nn.Module) -> None:
+    """Give layers that have not got all of their new weights the old ones back."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+
+
+#: Name, dtype, shape and bytes of each tensor in it.
+_Bucket = list[tuple[str, torch.dtype, list[int], int]]
+
+
+def _buckets(info: GlooUpdateInfo, limit: int) -> Iterator[_Bucket]:
+    bucket: _Bucket = []
+    size = 0
+    for name, dtype_name, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+        dtype = getattr(torch, dtype_name)
+        bucket.append((name, dtype, shape, torch.Size(shape).numel() * dtype.itemsize))
+        size += bucket[-1][-1]
+        if size > limit:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def _unpack(packed: torch.Tensor, bucket: _Bucket) -> list[tuple[str, torch.Tensor]]:
+    parts = packed.split([n_bytes for *_, n_bytes in bucket])
+    return [
+        (name, _typed(part, dtype).view(shape)) for (name, dtype, shape, _), part in zip(bucket, parts, strict=True)
+    ]
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the way to ``host``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket sends nothing; it only picks the interface.
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
 
 
 def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -124,3 +173,16 @@ class WorkerExtension:
         except OSError as error:
             return {"error": error.strerror or repr(error), "files": {}}
         return {"error": None, "files": files}
+
+    def areal_adapters(self) -> dict[str, Any]:
+        """Numbers of the adapters that are loaded."""
+        has_any = self.vllm_config.lora_config is not None
+        return {"numbers": sorted(self.list_loras()) if has_any else []}
+
+    def areal_swap_adapter(self, name: str, number: int, path: str) -> dict[str, Any]:
+        """Replace a loaded adapter, for requests that run too. One that cannot be loaded leaves the old one."""
+        from vllm.lora.request import LoRARequest
+
+        # Not through the server's own load_inplace: its requests would then load the adapter again at every step.
+        self.add_lora(LoRARequest(name, number, path, load_inplace=True))
+        return {"numbers": sorted(self.list_loras())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from areal_core.api.configs import InferenceEngineConfig
+from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -45,9 +47,8 @@ def connect(tmp_path: Path) -> Iterator[Callable[..., VLLMEngine]]:
         config = InferenceEngineConfig(
             backend="vllm",
             addresses=[server.address for server in servers],
-            setup_timeout=10.0,
             plugin_options={"vllm": VLLMConfig(**{**defaults, **options})},
-            **(rollout or {}),
+            **{"setup_timeout": 10.0, **(rollout or {})},
         )
         engines.append(VLLMEngine(config))
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
@@ -57,3 +58,19 @@ def connect(tmp_path: Path) -> Iterator[Callable[..., VLLMEngine]]:
     yield make
     for engine in engines:
         engine.destroy()
+
+
+@pytest.fixture
+def ask() -> Callable[..., ModelResponse]:
+    """``ask(engine, prompt, rid=..., metadata=..., **gconfig fields)``: one completion."""
+
+    def run(engine: VLLMEngine, prompt: list[int], **fields: Any) -> ModelResponse:
+        return asyncio.run(engine.agenerate(make_request(prompt, **fields)))
+
+    return run
+
+
+def make_request(prompt: list[int], **fields: Any) -> ModelRequest:
+    request = {name: fields.pop(name) for name in ("metadata", "tokenizer", "image_data") if name in fields}
+    defaults = {"max_new_tokens": 8, "ignore_eos": True, "seed": 7}
+    return ModelRequest(input_ids=prompt, gconfig=GenerationHyperparameters(**{**defaults, **fields}), **request)

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -135,24 +135,24 @@ class FakeServer:
         app = web.Application(middlewares=[self._note])
         get, post = app.router.add_get, app.router.add_post
         get("/health", self._health)
-        get("/version", lambda _: _json({"version": "0.0.fake"}))
+        get("/version", _fixed(lambda: {"version": "0.0.fake"}))
         get("/v1/models", self._models)
         post("/v1/completions", self._completions)
-        post("/v1/load_lora_adapter", lambda _: _json({}))
+        post("/v1/load_lora_adapter", self._load_adapter)
         if self.scale_out:
             post("/inference/v1/generate", self._generate)
         if self.dev_mode:
             post("/pause", self._pause)
             post("/resume", self._resume)
-            get("/is_paused", lambda _: _json({"is_paused": self._paused}))
-            post("/abort_requests", lambda _: _json({"status": "aborted"}))
+            get("/is_paused", _fixed(lambda: {"is_paused": self._paused}))
+            post("/abort_requests", _fixed(lambda: {"status": "aborted"}))
             post("/update_weight_version", self._set_label)
-            get("/weight_info", lambda _: _json({"weight_version": self.label}))
-            post("/reset_prefix_cache", lambda _: _json({"success": True}))
+            get("/weight_info", _fixed(lambda: {"weight_version": self.label}))
+            post("/reset_prefix_cache", _fixed(lambda: {"success": True}))
             post("/collective_rpc", self._rpc)
         if self.openapi:
             paths = {route.resource.canonical: {} for route in app.router.routes()}
-            get("/openapi.json", lambda _: _json({"paths": paths}))
+            get("/openapi.json", _fixed(lambda: {"paths": paths}))
         self._runner = web.AppRunner(app, shutdown_timeout=0.0, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
@@ -183,6 +183,9 @@ class FakeServer:
     async def _models(self, _: web.Request) -> web.Response:
         card = {"id": self.model, "object": "model", "root": "/models/toy", "max_model_len": self.context}
         return await _json({"object": "list", "data": [card]})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        return web.Response(text=f"Success: LoRA adapter '{(await request.json())['lora_name']}' added successfully.")
 
     async def _pause(self, request: web.Request) -> web.Response:
         self._paused = True
@@ -369,6 +372,13 @@ def _finish(made: list[tuple[int, float, dict[int, float]]], params: dict[str, A
         if token == EOS and not params.get("ignore_eos"):
             return "stop"
     return "length" if len(made) >= params["max_tokens"] else None
+
+
+def _fixed(value: Callable[[], Any]) -> Any:
+    async def handler(_: web.Request) -> web.Response:
+        return await _json(value())
+
+    return handler
 
 
 async def _json(value: Any) -> web.Response:

@@ -67,10 +67,10 @@ class Client:
         params: dict[str, str] | None = None,
         timeout: float,
     ) -> Any:
-        """The decoded answer; None where it is empty.
+        """The decoded answer; None where it is empty, text where it is not said to be JSON.
 
         Raises:
-            ServerGone: no connection, a broken one, no answer in time, or one that is not JSON.
+            ServerGone: no connection, a broken one, no answer in time, or broken JSON.
             ServerError, RequestRefused: by its status.
         """
         try:
@@ -78,14 +78,17 @@ class Client:
                 data = await response.read()
                 if response.status >= 400:
                     raise _refusal(address, path, response.status, data)
+                is_json = response.content_type == "application/json"
         except _FAILURES as error:
             raise ServerGone(_describe(address, path, error, timeout)) from error
         if not data:
             return None
+        if not is_json:
+            return data.decode("utf-8", "replace")
         try:
             return json.loads(data)
         except ValueError as error:
-            raise ServerGone(f"{address}{path} answered with something other than JSON: {_text(data)}") from error
+            raise ServerGone(f"{address}{path} answered with broken JSON: {_text(data)}") from error
 
     async def stream(
         self, address: str, path: str, *, body: Any, timeout: float, on_event: Callable[[dict[str, Any]], None]

@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
+
 from areal_core.errors import ArealError, BadInputError
 from areal_core.logging import getLogger
 from areal_vllm.capabilities import Capabilities, discover
 from areal_vllm.client import Client, RequestRefused, ServerError, ServerGone
 from areal_vllm.config import VLLMConfig
+from areal_vllm.logprobs import LogprobMode, find_mode
 from areal_vllm.loop import Loop
 from areal_vllm.routing import Replica, Router
 
@@ -262,7 +265,18 @@ class Fleet:
         async with self._membership:
             paused, self._paused = self._paused, set()
             await asyncio.gather(*(self._resume_one(replica) for replica in paused if replica.state != "down"))
+            for replica in self.live:
+                await self._ask_mode_again(replica)
         self.gate.set()
+
+    async def _ask_mode_again(self, replica: Replica) -> None:
+        """Of a server whose first weights did not tell which log-probs it gives."""
+        known = self._known(replica)
+        if known.logprob_mode is LogprobMode.UNKNOWN:
+            mode = await find_mode(
+                self.client, replica.address, known.model, known.transport, timeout=self.options.control_timeout
+            )
+            replica.capabilities = attrs.evolve(known, logprob_mode=mode)
 
     async def _resume_one(self, replica: Replica) -> None:
         try:

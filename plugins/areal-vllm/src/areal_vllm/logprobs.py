@@ -28,18 +28,20 @@ class LogprobMode(enum.Enum):
 
     The values are said to people. ``raw``: the model at temperature 1, whatever the request. ``processed``: what was
     sampled from, after everything. ``framework``: the framework's definition, as of servers that the plugin starts.
+    ``unknown``: the model finds all tokens equally likely, as one of random weights may; asked again after an update.
     """
 
     RAW = "raw (temperature 1)"
     PROCESSED = "processed (after temperature and truncation)"
     FRAMEWORK = "by the framework's definition"
+    UNKNOWN = "of a kind that this model's weights do not tell"
 
 
 async def find_mode(client: Client, address: str, model: str, transport: Transport, *, timeout: float) -> LogprobMode:
     """Find out by a few requests for one token.
 
     Raises:
-        BadInputError: if the server gives logits, or what cannot be told.
+        BadInputError: if the server gives logits, or what fits no mode.
     """
     for prompt in _PROMPTS:
 
@@ -76,10 +78,7 @@ async def find_mode(client: Client, address: str, model: str, transport: Transpo
             f"{address} gives log-probs that fit no known --logprobs-mode (a temperature of {_TEMPERATURE:g} changes "
             f"their differences by a factor of {tempered:.3g}). Start it with --logprobs-mode processed_logprobs."
         )
-    raise BadInputError(
-        f"{address}: its model finds all tokens equally likely, or one certain, so that its --logprobs-mode cannot be "
-        "told. Serve another model."
-    )
+    return LogprobMode.UNKNOWN
 
 
 def check(mode: LogprobMode, gconfig: GenerationHyperparameters, address: str) -> None:
@@ -90,6 +89,11 @@ def check(mode: LogprobMode, gconfig: GenerationHyperparameters, address: str) -
     """
     if mode is LogprobMode.FRAMEWORK:
         return
+    if mode is LogprobMode.UNKNOWN:
+        raise BadInputError(
+            f"{address}: its model finds all tokens equally likely, or one certain, so that its --logprobs-mode cannot "
+            "be told. Serve another model, or update its weights first."
+        )
     if mode is LogprobMode.RAW:
         if gconfig.effective_temperature != 1.0:
             raise BadInputError(

@@ -205,7 +205,8 @@ def versions_of(part: Part, attempt: Attempt) -> list[int] | None:
     By the spans that the server tells at the end, or else, if the server's weights were not touched since, all of them
     by the version that it had at the start.
     """
-    if part.spans:
+    capabilities = attempt.replica.capabilities
+    if part.spans and capabilities is not None and capabilities.tells_versions:
         versions: list[int] = []
         for span in part.spans:
             if not span.label.lstrip("-").isdigit():

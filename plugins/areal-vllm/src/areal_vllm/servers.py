@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -198,9 +199,6 @@ def launch(config: InferenceEngineConfig, model_path: str, server_args: Mapping[
             launched.servers.append(Server(command, environment, f"{options.host}:{port}", log))
         _logger.info("started %d vLLM server%s, logs in %s", count, "" if count == 1 else "s", folder)
         _wait_ready(launched.servers, config.setup_timeout)
-    except FileNotFoundError as error:
-        launched.stop()
-        raise BadInputError(f"rollout.vllm.python: cannot run {options.python!r} ({error.strerror}).") from error
     except BaseException:
         launched.stop()
         raise
@@ -252,6 +250,8 @@ def _check(config: InferenceEngineConfig, options: VLLMConfig, model_path: str) 
             f"rollout.backend: {config.backend!r}: servers are started with d (replicas), t (tensor) and p (pipeline) "
             "sizes. For expert parallelism give enable-expert-parallel in rollout.vllm.args."
         )
+    if options.python is not None and shutil.which(options.python) is None:
+        raise BadInputError(f"rollout.vllm.python: there is no program {options.python!r}.")
     is_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_path) and not model_path.startswith(".")
     folder = Path(model_path)
     if folder.is_dir():

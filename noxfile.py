@@ -26,7 +26,7 @@ TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hyp
 # One thread per worker, and threads that sleep while they wait: two busy pools on two cores are slower than one.
 QUIET_THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 # Scripts in benchmarks/; each writes a section of docs/benchmarks.md.
-BENCHMARKS = ("quickstart_vs_trl", "orchestrator", "async_vs_sync", "generation", "tree_training")
+BENCHMARKS = ("quickstart_vs_trl", "orchestrator", "async_vs_sync", "generation", "tree_training", "vocabulary")
 # Tests with these marks have environments (and machines) of their own.
 OTHER_ENVIRONMENTS = "not gpu and not vllm and not sglang and not megatron"
 

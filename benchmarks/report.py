@@ -15,7 +15,7 @@ TITLE = (
     "<!-- Written by the scripts in benchmarks/. Do not edit between the markers; run `nox -s bench`. -->\n"
 )
 #: Sections in the order of the page; others follow in the order in which they were first written.
-ORDER = ("quickstart_vs_trl", "cli_start", "orchestrator", "async_vs_sync", "generation", "tree_training")
+ORDER = ("quickstart_vs_trl", "cli_start", "orchestrator", "async_vs_sync", "generation", "tree_training", "vocabulary")
 _SECTION = re.compile(r"<!-- bench:(?P<name>\w+) -->\n.*?<!-- /bench:(?P=name) -->\n?", re.DOTALL)
 
 

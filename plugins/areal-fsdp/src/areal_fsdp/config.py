@@ -20,8 +20,11 @@ class FSDPConfig:
     """Options of the FSDP train engine."""
 
     share_prompts: bool = option(True, "Compute the prompt that the samples of a group share only once.")
-    logits_chunk_tokens: int = option(
-        4096, "Tokens whose logits exist at one time; more are recomputed in the backward pass.", ge=1
+    logits_chunk_tokens: int | None = option(
+        None,
+        "As many logits exist at one time as this many tokens have, others are computed again in the backward pass; "
+        "null: 16 million (64 MiB).",
+        ge=1,
     )
     disable_dropout: bool = option(
         True, "Switch off the dropout of the model itself (not LoRA's), so that training sees the sampler's policy."

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -15,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_core.api.vision import is_vision_language, placeholders_as_text
 from areal_fsdp.attention import ATTENTION_NAME, take_rows
+from areal_fsdp.head import Head
 from areal_fsdp.layout import ModelInput
+from areal_fsdp.linear_logprobs import LOGITS_AT_ONCE, linear_logprobs
 from areal_fsdp.support import TokenSupports, support_logprobs
 from areal_fsdp.tensor_parallel import TensorParallel
 from areal_fsdp.ulysses import Ulysses
@@ -46,30 +47,6 @@ def token_logprobs(
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-class _HiddenOnly:
-    """The output of a decoder of any kind, of which only the hidden states are known."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: Any) -> Any:
-        return (self.last_hidden_state,)[index]
-
-
-class _GivenHidden(nn.Module):
-    """Stands in for the decoder while the head runs: returns hidden states computed before."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self._hidden = hidden
-
-    def forward(self, *args: Any, **kwargs: Any) -> _HiddenOnly:
-        return _HiddenOnly(self._hidden)
-
-
 class Scorer(nn.Module):
     """Log-probs (or values) of the predicted tokens of one micro-batch.
 
@@ -77,7 +54,7 @@ class Scorer(nn.Module):
         model: a transformers ``...ForCausalLM``, or ``...ForSequenceClassification`` with one label for a scalar head.
         is_critic: the head is scalar.
         temperature: of the framework's log-prob definition.
-        logits_chunk: tokens whose logits exist at one time.
+        logits_chunk: as many logits exist at one time as this many tokens have; None: ``LOGITS_AT_ONCE``.
         tensor_parallel: how the model is split over ranks, if it is.
         ulysses: with context parallelism: how attention gets all rows.
     """
@@ -88,7 +65,7 @@ class Scorer(nn.Module):
         *,
         is_critic: bool,
         temperature: float,
-        logits_chunk: int,
+        logits_chunk: int | None = None,
         tensor_parallel: TensorParallel | None = None,
         ulysses: Ulysses | None = None,
     ) -> None:
@@ -102,8 +79,7 @@ class Scorer(nn.Module):
         # Of a model with a vision tower: tower and decoder together.
         self.reads_images = is_vision_language(model.config)
         decoder = model.base_model if self.reads_images else model.get_decoder()
-        # Where the decoder hangs, so that the head can run without it.
-        self._decoder_name = next(name for name, module in model.named_modules() if module is decoder)
+        self.head = Head(model, decoder)
         self.is_packed = getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME
 
     def forward(
@@ -180,7 +156,7 @@ class Scorer(nn.Module):
         return output.last_hidden_state[real]
 
     def _decoder(self) -> nn.Module:
-        return self.model.get_submodule(self._decoder_name)
+        return self.model.get_submodule(self.head.decoder_name)
 
     def _logprobs(
         self,
@@ -191,11 +167,27 @@ class Scorer(nn.Module):
         token_index: torch.Tensor | None = None,
         supports: TokenSupports | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # Of one rank; all of them must go the same way.
+        ranks = 1 if self.tensor_parallel is None else self.tensor_parallel.ranks
+        vocabulary = -(-self.model.config.get_text_config().vocab_size // ranks)
+        entries = LOGITS_AT_ONCE if self.logits_chunk is None else self.logits_chunk * vocabulary
+        tokens = max(1, entries // vocabulary)
         index = targets if token_index is None else token_index
-        if len(hidden) <= self.logits_chunk:
+        if len(hidden) <= tokens:
             return self._head(hidden, targets, with_entropy, logits_fn, index, supports)
-        split = [tensor.split(self.logits_chunk) for tensor in (hidden, targets, index)]
-        kept = [None] * len(split[0]) if supports is None else supports.split(self.logits_chunk)
+        weight = self.head.plain_weight(hidden) if logits_fn is None and supports is None else None
+        if weight is not None:
+            return linear_logprobs(
+                hidden,
+                weight,
+                targets,
+                temperature=self.temperature,
+                with_entropy=with_entropy,
+                entries=entries,
+                **self._part_of_vocabulary(),
+            )
+        split = [tensor.split(tokens) for tensor in (hidden, targets, index)]
+        kept = [None] * len(split[0]) if supports is None else supports.split(tokens)
         chunks = zip(*split, kept, strict=True)
         if torch.is_grad_enabled():
             parts = [
@@ -208,9 +200,13 @@ class Scorer(nn.Module):
         return logprobs, torch.cat([part[1] for part in parts]) if with_entropy or logits_fn else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[S, V]`` of hidden states ``[S, H]``, by the model's own forward: soft-capping and scaling apply."""
-        with self._decoder_replaced(_GivenHidden(hidden[None])):
-            return self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        """``[S, V]`` of hidden states ``[S, H]``."""
+        return self.head.logits(hidden)
+
+    def _part_of_vocabulary(self) -> dict[str, Any]:
+        """With tensor parallelism: where this rank's part starts, and the ranks that have the others."""
+        parallel = self.tensor_parallel
+        return {} if parallel is None else {"start": parallel.vocab_start, "group": parallel.group}
 
     def _head(
         self,
@@ -227,15 +223,13 @@ class Scorer(nn.Module):
             return token_logprobs(scaled, targets, 1.0, False)[0], logits_fn(scaled, token_index)
         if supports is None:
             return self._over_vocabulary(logits, targets, with_entropy)
-        parallel = self.tensor_parallel
         logprobs, entropy = support_logprobs(
             logits,
             targets,
             supports.ids,
             temperature=self.temperature,
             with_entropy=with_entropy,
-            start=0 if parallel is None else parallel.vocab_start,
-            group=None if parallel is None else parallel.group,
+            **self._part_of_vocabulary(),
         )
         if supports.full is None:
             return logprobs, entropy
@@ -251,20 +245,8 @@ class Scorer(nn.Module):
             return vocab_parallel_logprobs(
                 logits,
                 targets,
-                start=self.tensor_parallel.vocab_start,
-                group=self.tensor_parallel.group,
                 temperature=self.temperature,
                 with_entropy=with_entropy,
+                **self._part_of_vocabulary(),
             )
         return token_logprobs(logits, targets, self.temperature, with_entropy)
-
-    @contextmanager
-    def _decoder_replaced(self, stub: nn.Module) -> Iterator[None]:
-        parent_name, _, name = self._decoder_name.rpartition(".")
-        siblings = self.model.get_submodule(parent_name)._modules
-        decoder = siblings[name]
-        siblings[name] = stub
-        try:
-            yield
-        finally:
-            siblings[name] = decoder

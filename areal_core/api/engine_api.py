@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from areal_core.api.alloc import ParallelStrategy
-    from areal_core.api.configs import TrainEngineConfig
+    from areal_core.api.check_api import Check
+    from areal_core.api.configs import InferenceEngineConfig, TrainEngineConfig
 
 #: ``loss_fn(output, micro_batch) -> LossOutput`` whose ``loss`` is a sum over the micro-batch.
 LossFn = Callable[[TokenOutput, PackedBatch], LossOutput]
@@ -50,6 +51,13 @@ class InferenceEngine(abc.ABC):
 
     takes_adapters: ClassVar[bool] = False
     returns_supports: ClassVar[bool] = False
+
+    @classmethod
+    def diagnose(cls, config: InferenceEngineConfig) -> list[Check]:
+        """What ``areal doctor CONFIG`` says of this engine: is there what it needs, e.g. the servers, and what do they
+        offer. Starts nothing, takes seconds at most, and does not raise.
+        """
+        return []
 
     @abc.abstractmethod
     def initialize(self, model_path: str, tokenizer: Any = None, ft_spec: FinetuneSpec | None = None) -> None:

@@ -11,20 +11,32 @@ from areal_core.cli import console
 
 
 def register(app: typer.Typer) -> None:
-    @app.command("doctor", epilog="Example: areal doctor --root /data/runs")
+    @app.command("doctor", epilog="Example: areal doctor run.yaml rollout.backend=vllm:d2")
     def doctor(
+        config: Annotated[
+            Path | None, typer.Argument(help="YAML file of a run: look also at what it needs.", metavar="[CONFIG]")
+        ] = None,
+        overrides: Annotated[
+            list[str] | None, typer.Argument(help="Values that replace the file's.", metavar="[KEY=VALUE]...")
+        ] = None,
         root: Annotated[Path, typer.Option(help="Folder of the runs (run.root).", metavar="DIR")] = Path("runs"),
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
         """Check this machine and installation: Python, PyTorch, GPUs, plugins, disk, tools.
 
+        With CONFIG also what its inference engine needs, such as the servers of rollout.addresses and what they offer.
         Exits 1 if something is broken. A warning (a missing optional package, little disk) does not count as that.
         """
         import attrs
 
         from areal_core.runs.diagnosis import diagnose
 
-        checks = diagnose(root)
+        loaded = None
+        if config is not None:
+            from areal_core.api.load import load_run_config
+
+            loaded = load_run_config(config, overrides or [])
+        checks = diagnose(root, config=loaded)
         broken = [check for check in checks if check.status == "error"]
         if as_json:
             console.print_json({"ok": not broken, "checks": [attrs.asdict(check) for check in checks]})

@@ -10,13 +10,17 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import attrs
 import psutil
 
+from areal_core.api.check_api import Check
 from areal_core.plugins import PluginManager, get_plugin_manager
 from areal_core.runs.files import temporary_beside
+
+if TYPE_CHECKING:
+    from areal_core.api.configs import BaseTrainerConfig, InferenceEngineConfig
+    from areal_core.api.engine_api import InferenceEngine
 
 _GIB = 2**30
 _REQUIRED_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
@@ -29,18 +33,12 @@ _OPTIONAL_PACKAGES = {
 _OPTIONAL_TOOLS = {"git": "the commit in environment.json", "torchrun": "training on several processes"}
 
 
-@attrs.frozen(kw_only=True)
-class Check:
-    """One thing that was looked at. ``fix`` says what to do, if anything."""
+def diagnose(root: Path, manager: PluginManager | None = None, config: BaseTrainerConfig | None = None) -> list[Check]:
+    """Run every check. None of them raises: one that fails is an error of its own.
 
-    name: str
-    status: Literal["ok", "warning", "error"]
-    detail: str
-    fix: str = ""
-
-
-def diagnose(root: Path, manager: PluginManager | None = None) -> list[Check]:
-    """Run every check. None of them raises: one that fails is an error of its own."""
+    Args:
+        config: of a run, whose inference engine also looks at what it needs, such as servers.
+    """
     manager = manager or get_plugin_manager()
     groups: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("python", _python),
@@ -51,6 +49,9 @@ def diagnose(root: Path, manager: PluginManager | None = None) -> list[Check]:
         ("runs", lambda: _runs_root(root)),
         ("optional", _optional),
     ]
+    rollout = getattr(config, "rollout", None)
+    if rollout is not None:
+        groups.append(("rollout", lambda: _inference_engine(rollout, manager)))
     checks: list[Check] = []
     for name, group in groups:
         try:
@@ -176,6 +177,13 @@ def _runs_root(root: Path) -> Iterator[Check]:
         detail=f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.0f} GiB free at {existing}",
         fix="" if status == "ok" else "Free some space: a checkpoint takes about 12 bytes per parameter.",
     )
+
+
+def _inference_engine(rollout: InferenceEngineConfig, manager: PluginManager) -> Iterator[Check]:
+    engine: type[InferenceEngine] = manager.load(
+        "areal_inference_engines", rollout.parsed_backend.name, key="rollout.backend"
+    )
+    yield from engine.diagnose(rollout)
 
 
 def _optional() -> Iterator[Check]:

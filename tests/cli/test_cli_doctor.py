@@ -110,3 +110,27 @@ def test_diagnose_when_a_check_itself_fails_then_that_is_an_error_of_its_own(
     monkeypatch.setattr(shutil, "disk_usage", fail)
 
     assert checks(tmp_path)["runs"].detail == "PermissionError: no"
+
+
+def test_doctor_when_a_configuration_is_given_then_its_engine_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from areal_core.api.configs import InferenceEngineConfig
+    from areal_local.engine import LocalEngine
+
+    def diagnose(config: InferenceEngineConfig) -> list[diagnosis.Check]:
+        return [diagnosis.Check(name="engine", status="warning", detail=f"for {config.backend}")]
+
+    monkeypatch.setattr(LocalEngine, "diagnose", diagnose)
+    run = tmp_path / "run.yaml"
+    run.write_text("trainer: rl\nactor: {path: m}\ntrain_dataset: {name: gsm8k}\nreward: {name: gsm8k}\n")
+
+    code = areal(["doctor", str(run), "rollout.backend=local", "--root", str(tmp_path), "--json"])
+
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert code == 0 and found["engine"]["detail"] == "for local"
+
+
+def test_doctor_when_the_configuration_is_wrong_then_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert areal(["doctor", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err

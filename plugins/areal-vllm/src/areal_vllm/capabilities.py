@@ -32,6 +32,10 @@ _OFFERS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
+#: What has no other way.
+_NEEDED = ("pause", "weight_version", "collective_rpc")
+
+
 @attrs.frozen(kw_only=True)
 class Capabilities:
     """One server, as it described itself.
@@ -45,7 +49,7 @@ class Capabilities:
         streams: whether it sends partial answers.
         logprob_mode: which log-probs it gives.
         label: of its weights; None where it has none.
-        offered: the names in ``offers()`` that it has.
+        offered: the names in ``_OFFERS`` that it has.
     """
 
     version: str
@@ -73,6 +77,16 @@ class Capabilities:
     def missing(self) -> dict[str, str]:
         """What it does not have, and what that means."""
         return {name: lost for name, (_, lost) in _OFFERS.items() if name not in self.offered}
+
+    @property
+    def shortcomings(self) -> list[str]:
+        """What a run on this server cannot have, for people."""
+        lacks = [f"it has no {lost}" for name, lost in self.missing.items() if name in _NEEDED]
+        if self.logprob_mode is LogprobMode.RAW:
+            lacks.append("its log-probs are right at temperature 1 only (--logprobs-mode processed_logprobs: at any)")
+        elif self.logprob_mode is LogprobMode.PROCESSED:
+            lacks.append("its log-probs are right without top-k, top-p, min-p, penalty and minimum length only")
+        return lacks
 
     def describe(self) -> str:
         """One line for the log."""

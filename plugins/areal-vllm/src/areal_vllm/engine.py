@@ -21,6 +21,7 @@ from areal_vllm.requests import Generator, Job
 from areal_vllm.stats import Stats
 
 if TYPE_CHECKING:
+    from areal_core.api.check_api import Check
     from areal_vllm.capabilities import Capabilities
     from areal_vllm.routing import Replica
 
@@ -61,6 +62,12 @@ class VLLMEngine(InferenceEngine):
         self._tokenizer: Any = None
         self._eos_ids: list[int] = []
         self._version = 0
+
+    @classmethod
+    def diagnose(cls, config: InferenceEngineConfig) -> list[Check]:
+        from areal_vllm.doctor import diagnose
+
+        return diagnose(config, config.options if isinstance(config.options, VLLMConfig) else VLLMConfig())
 
     # ------------------------------------------------------------------------------------------- life
 

@@ -97,7 +97,10 @@ class Fleet:
         await asyncio.gather(*(self._wait_until_ready(replica, deadline) for replica in self.replicas))
         for replica in self.replicas:
             await self._join(replica)
-            logger.info("%s: %s", replica.address, self._known(replica).describe())
+            known = self._known(replica)
+            logger.info("%s: %s", replica.address, known.describe())
+            for lack in known.shortcomings:
+                logger.info("%s: %s", replica.address, lack)
         self._watcher = asyncio.create_task(self._watch())
 
     async def _wait_until_ready(self, replica: Replica, deadline: float) -> None:

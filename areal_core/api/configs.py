@@ -113,6 +113,9 @@ class TrainEngineConfig:
     quantization: Literal["int8_weight_only", "float8_weight_only"] | None = option(
         None, "Store the weights of a model that is not trained (ref) in 8 bits."
     )
+    offload: bool = option(
+        False, "Keep the model and its optimizer in host memory while other models, or the sampler, are at work."
+    )
     attn_impl: str = option("auto", "auto: varlen attention of the engine; else a transformers implementation name.")
     trust_remote_code: bool = option(False, "Run code that comes with the model folder.")
     temperature: float = option(1.0, "Set from gconfig.temperature.", gt=0, internal=True)

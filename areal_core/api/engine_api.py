@@ -353,8 +353,14 @@ class TrainEngine(abc.ABC):
         """Counters and gauges since the last call, equal on every rank."""
         return {}
 
-    def offload(self) -> None:  # noqa: B027 - optional
-        """Move parameters and optimizer state to host memory."""
+    def offload(self, *, keep_logits: bool = False) -> None:  # noqa: B027 - optional
+        """Move parameters and optimizer state to host memory; nothing to do for what is there. Local.
+
+        Until ``onload`` the model cannot compute; ``save`` writes its training state (``dcp``) all the same.
+
+        Args:
+            keep_logits: ``logits`` goes on working.
+        """
 
     def onload(self) -> None:  # noqa: B027 - optional
-        """Undo ``offload``."""
+        """Undo ``offload``; nothing to do after none. Local."""

@@ -45,6 +45,7 @@ MAY_DIFFER = (
     "checkpoint",
     "run.root",
     "num_threads",
+    *(f"{model}.offload" for model in ("actor", "critic", "ref", "teacher")),
 )
 #: Keys of backend strings whose sizes (after the colon) may change, but not the engine's name.
 MESH_MAY_DIFFER = ("actor.backend", "critic.backend", "ref.backend", "teacher.backend", "rollout.backend")

@@ -28,6 +28,7 @@ from areal_core.runs.run_dir import list_checkpoints
 if TYPE_CHECKING:
     from areal_core.api.configs import CheckpointConfig
     from areal_core.api.engine_api import TrainEngine
+    from areal_core.trainer.residency import Residency
     from areal_core.trainer.session import RunSession
     from areal_core.trainer.world import World
 
@@ -62,6 +63,7 @@ class Checkpointer:
         tokenizer: Any,
         *,
         default_metric: str,
+        residency: Residency | None = None,
     ) -> None:
         self.config = config
         self.metric = config.metric or default_metric
@@ -71,6 +73,7 @@ class Checkpointer:
         self.session = session
         self.engines = engines
         self.tokenizer = tokenizer
+        self.residency = residency
         self._last_saved_at = time.monotonic()
         self._last_saved_step = -1
         self._open: _OpenCheckpoint | None = None
@@ -161,6 +164,7 @@ class Checkpointer:
             if not isinstance(restored, dict) or not isinstance(restored.get("step"), int):
                 raise ValueError("trainer.json holds no 'step'")
             for engine_name, engine in self.engines.items():
+                self._use(engine)
                 engine.load(SaveLoadMeta(path=path / engine_name, weight_format="dcp", with_optim=True))
         except (OSError, ValueError, BadInputError) as error:
             raise _unreadable(path, str(error)) from error
@@ -186,6 +190,7 @@ class Checkpointer:
     def export(self, name: str, engine: TrainEngine) -> Path:
         """Write ``weights/NAME`` in Hugging Face layout."""
         final = self.run_path / "weights" / name
+        self._use(engine)
         with self._folder(final) as folder:
             engine.save(SaveLoadMeta(path=folder, weight_format="hf", tokenizer=self.tokenizer))
         return final
@@ -214,6 +219,10 @@ class Checkpointer:
                         remove(path)
 
     # -------------------------------------------------------------------------------------------------- private
+
+    def _use(self, engine: TrainEngine) -> None:
+        if self.residency is not None:
+            self.residency.use(engine)
 
     @contextmanager
     def _explained(self, step: int, final: Path) -> Iterator[None]:

@@ -13,6 +13,7 @@ from areal_core.errors import BadInputError
 from areal_core.stats import StatsTracker
 from areal_core.trainer.checks import check_run
 from areal_core.trainer.loading import build_inference_engine, build_train_engine, load_dataset
+from areal_core.trainer.residency import Residency
 from areal_core.trainer.rollouts import Rollouts
 from areal_core.trainer.supervised import finetune_spec, load_run_tokenizer
 from areal_core.trainer.weight_sync import WeightSync
@@ -50,10 +51,13 @@ class DistillTrainer:
         self.total_steps, self.steps_per_epoch = spec.total_steps, spec.steps_per_epoch
         self.actor = build_train_engine(config.actor, manager, key="actor")
         self.actor.initialize(spec, role="actor")
+        self.residency = Residency(self.stats)
+        self.residency.add(self.actor, config.actor)
         self.engines: dict[str, TrainEngine] = {"actor": self.actor}
         self.router = ShardRouter(world, self.actor)
         self.teacher = build_train_engine(config.teacher, manager, key="teacher")
         self.teacher.initialize(spec, role="ref")
+        self.residency.add(self.teacher, config.teacher)
         check_same_shards(world, self.actor, self.teacher, key="teacher.backend")
         self.rollouts: Rollouts | None = None
         engine: InferenceEngine | None = None
@@ -77,12 +81,14 @@ class DistillTrainer:
     def start(self) -> None:
         if self.rollouts is not None:
             self.rollouts.start(paused=True)
+        self.residency.use(self.actor)
         self.weights.send(self.version)
 
     def train_step(self, step: int) -> bool:
         stats = self.stats
         with stats.time("step"):
             with stats.time("rollout"):
+                self.residency.release()
                 batch = self.rollouts.next_batch(step, stats) if self.rollouts is not None else None
                 if not self.world.agree(batch is not None if self.world.is_main else None):
                     return False
@@ -108,6 +114,7 @@ class DistillTrainer:
         """The divergence on what the student writes to the held-out prompts, and the rewards of that."""
         if self.config.valid_dataset is None:
             return True
+        self.residency.release()
         played = self.rollouts.play_eval(step, self.stats) if self.rollouts is not None else None
         if not self.world.agree(played is not None if self.world.is_main else None):
             return False
@@ -129,10 +136,16 @@ class DistillTrainer:
     # -------------------------------------------------------------------------------------------------- private
 
     def _with_teacher(self, batch: PackedBatch | None) -> PackedBatch:
-        """This rank's part of rank 0's batch, with the teacher's ``teacher_hidden`` ``[T, H]``. Collective."""
+        """This rank's part of rank 0's batch, with the teacher's ``teacher_hidden`` ``[T, H]``. Collective.
+
+        The actor works next.
+        """
         parts = self.router.partition(batch, self.config.actor.mb_spec.attention_cost)
         shard = self.router.scatter(batch, parts)
-        return shard.with_tokens(teacher_hidden=self.teacher.hidden_states(shard))
+        self.residency.use(self.teacher)
+        shard = shard.with_tokens(teacher_hidden=self.teacher.hidden_states(shard))
+        self.residency.use(self.actor, logits_of=self.teacher)
+        return shard
 
     def _divergence(self, batch: PackedBatch, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         teacher = self.teacher.logits(batch["teacher_hidden"][index])

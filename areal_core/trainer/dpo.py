@@ -31,6 +31,7 @@ class DPOTrainer(SupervisedTrainer):
         if config.ref is not None:
             self.ref = build_train_engine(config.ref, self.manager, key="ref")
             self.ref.initialize(self.spec, role="ref")
+            self.residency.add(self.ref, config.ref)
             check_same_shards(self.world, self.model, self.ref, key="ref.backend")
 
     def encode(self, row: Mapping[str, Any], max_length: int | None) -> Any | None:
@@ -45,10 +46,12 @@ class DPOTrainer(SupervisedTrainer):
     def prepare(self, shard: PackedBatch) -> PackedBatch:
         with self.stats.time("forward"):
             if self.ref is not None:
+                self.residency.use(self.ref)
                 output = self.ref.forward(shard)
             else:
                 with self.model.disable_adapter():
                     output = self.model.forward(shard)
+        self.residency.use(self.model)
         return shard.with_tokens(ref_logprobs=output.logprobs)
 
     def close(self) -> None:

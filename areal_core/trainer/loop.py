@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from areal_core.api.engine_api import TrainEngine
     from areal_core.stats import StatsTracker
     from areal_core.trainer.checkpoint import Checkpointer
+    from areal_core.trainer.residency import Residency
     from areal_core.trainer.session import RunSession
     from areal_core.trainer.world import World
 
@@ -22,6 +23,7 @@ class Trainer(Protocol):
     tokenizer: Any
     total_steps: int
     stats: StatsTracker
+    residency: Residency
     #: The held-out metric that ranks weights unless the configuration names another.
     metric: str
 

@@ -19,6 +19,7 @@ from areal_core.trainer.loading import (
     build_train_engine,
     load_dataset,
 )
+from areal_core.trainer.residency import Residency
 from areal_core.trainer.rollouts import Rollouts
 from areal_core.trainer.supervised import finetune_spec, load_run_tokenizer
 from areal_core.trainer.weight_sync import WeightSync
@@ -60,17 +61,21 @@ class RLTrainer:
 
         self.actor = build_train_engine(config.actor, manager, key="actor")
         self.actor.initialize(spec, role="actor")
+        self.residency = Residency(self.stats)
+        self.residency.add(self.actor, config.actor)
         self.engines: dict[str, TrainEngine] = {"actor": self.actor}
         self.ref: TrainEngine | None = None
         if config.ref is not None and self.algorithm.needs_ref_logprobs:
             self.ref = build_train_engine(config.ref, manager, key="ref")
             self.ref.initialize(spec, role="ref")
             self.ref.eval()
+            self.residency.add(self.ref, config.ref)
         self.critic: TrainEngine | None = None
         if config.critic is not None:
             self.critic = build_train_engine(config.critic, manager, key="critic")
             self.critic.initialize(spec, role="critic")
             self.engines["critic"] = self.critic
+            self.residency.add(self.critic, config.critic)
         # The engines may lie on meshes of their own, with another number of shards each.
         models = [self.actor, *(engine for engine in (self.ref, self.critic) if engine is not None)]
         self.routers = {id(engine): ShardRouter(world, engine) for engine in models}
@@ -99,12 +104,13 @@ class RLTrainer:
         if self.rollouts is not None:
             # A resumed run plays its unfinished rows again: not with the weights that the engine was loaded with.
             self.rollouts.start(paused=True)
-        self.weights.send(self.version)
+        self._send_weights()
 
     def train_step(self, step: int) -> bool:
         stats = self.stats
         with stats.time("step"):
             with stats.time("rollout"):
+                self.residency.release()
                 batch = self.rollouts.next_batch(step, stats) if self.rollouts is not None else None
                 if not self.world.agree(batch is not None if self.world.is_main else None):
                     return False
@@ -116,12 +122,13 @@ class RLTrainer:
                     batch = batch.with_rows(loss_weights=self.algorithm.row_weights(batch))
                     stats.scalars(advantage_stats, "train")
             with stats.time("train"):
-                self._update_actor(batch)
+                # The actor last: where models give way to each other it stays, for its weights to be sent.
                 if self.critic is not None:
                     self._update_critic(self.critic, batch)
+                self._update_actor(batch)
             with stats.time("update_weights"):
                 self.version += 1
-                self.weights.send(self.version)
+                self._send_weights()
             if batch is not None:
                 stats.scalar("train/tokens", batch.num_tokens)
                 stats.scalar("train/version", self.version)
@@ -131,6 +138,7 @@ class RLTrainer:
         return True
 
     def evaluate(self, step: int) -> bool:
+        self.residency.release()
         done = self.rollouts.evaluate(step, self.stats) if self.rollouts is not None else None
         return bool(self.world.agree(done))
 
@@ -147,6 +155,10 @@ class RLTrainer:
 
     # --------------------------------------------------------------------------------------------- model passes
 
+    def _send_weights(self) -> None:
+        self.residency.use(self.actor)
+        self.weights.send(self.version)
+
     def _add_model_outputs(self, batch: PackedBatch | None) -> PackedBatch | None:
         """The log-probs and values that the algorithm needs, of models as they are before this step's update."""
         if batch is not None:
@@ -161,6 +173,7 @@ class RLTrainer:
         if self.critic is not None:
             wanted.append(("values", self.critic, "values"))
         for name, engine, output in wanted:
+            self.residency.use(engine)
             engine.eval()
             router = self.routers[id(engine)]
             parts = router.partition(batch, self.config.actor.mb_spec.attention_cost)
@@ -175,6 +188,7 @@ class RLTrainer:
     def _update_actor(self, batch: PackedBatch | None) -> None:
         algorithm, actor = self.algorithm, self.actor
         prune = self.config.actor.skip_zero_advantage and algorithm.zero_advantage_is_zero_gradient
+        self.residency.use(actor)
         actor.train()
         for minibatch in self._minibatches(batch, self.config.actor.ppo_n_minibatches):
             if minibatch is not None and prune:
@@ -207,6 +221,7 @@ class RLTrainer:
 
         config = self.config.critic
         assert config is not None
+        self.residency.use(critic)
         critic.train()
         loss_fn = critic_loss(value_eps_clip=config.value_eps_clip, coef=config.value_loss_coef)
         for minibatch in self._minibatches(batch, config.ppo_n_minibatches):

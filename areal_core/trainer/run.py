@@ -83,6 +83,7 @@ def train(config: BaseTrainerConfig, *, resume: Resume = "never", manager: Plugi
                 trainer.engines,
                 trainer.tokenizer,
                 default_metric=trainer.metric,
+                residency=trainer.residency,
             )
             metrics = run_loop(trainer, config, world, session, checkpointer, stop)
             _close(trainer, session, "finished")

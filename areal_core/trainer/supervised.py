@@ -14,6 +14,7 @@ from areal_core.errors import BadInputError
 from areal_core.stats import StatsTracker
 from areal_core.trainer.checks import check_run
 from areal_core.trainer.loading import build_train_engine, load_dataset, load_tokenizer
+from areal_core.trainer.residency import Residency
 from areal_core.trainer.world import ShardRouter, World
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class SupervisedTrainer:
         self.model = build_train_engine(config.actor, manager, key="actor")
         self.model.initialize(self.spec, role=self.role)
         self.engines: dict[str, TrainEngine] = {"actor": self.model}
+        self.residency = Residency(self.stats)
+        self.residency.add(self.model, config.actor)
         self.router = ShardRouter(world, self.model)
 
     # ------------------------------------------------------------------------------------------ what a trainer is
@@ -91,6 +94,7 @@ class SupervisedTrainer:
         self.loader.load_state_dict(state["loader"])
 
     def start(self) -> None:
+        self.residency.use(self.model)
         self.model.train()
 
     def train_step(self, step: int) -> bool:
@@ -118,6 +122,7 @@ class SupervisedTrainer:
         valid, config = self.valid_set, self.config.valid_dataset
         if valid is None or config is None:
             return True
+        self.residency.use(self.model)
         self.model.eval()
         count = min(len(valid), self.config.evaluation.limit or len(valid))
         totals: dict[str, float] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_harness import areal, read_metrics, start_areal, torchrun, untimed, wait_until, write_yaml
+from trainer_harness import areal, read_metrics, record_moves, start_areal, torchrun, untimed, wait_until, write_yaml
 
 from areal_core.algorithms.distill import distill_loss, distill_loss_weight, divergence
 from areal_core.api.batch import PackedBatch
@@ -177,6 +177,26 @@ def test_distill_when_the_teacher_is_the_student_is_zero(
     run = train(load_run_config(write_yaml(tmp_path / "run.yaml", distill_plain), ["total_train_steps=1"])).path
     first, step = read_metrics(run)
     assert abs(first["eval/loss"]) < 1e-6 and abs(step["train/loss"]) < 1e-6
+
+
+def test_distill_when_models_give_way_expected_the_same_run(
+    distill_plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distill_plain["total_train_steps"] = 2
+    path = write_yaml(tmp_path / "run.yaml", distill_plain)
+    straight = train(load_run_config(path, ["run.name=straight"])).path
+
+    moves = record_moves(monkeypatch)
+    away = train(load_run_config(path, ["run.name=away", "actor.offload=true", "teacher.offload=true"])).path
+
+    assert untimed(read_metrics(away)) == untimed(read_metrics(straight))
+    # The teacher's logits are computed while the actor learns and sends its weights. Then the sampler works.
+    turn = ["ref back", "ref logits", "actor back"]
+    start = ["actor away", "ref away", "actor back", "actor away"]
+    evaluation = [*turn, "actor away", "ref away"]
+    step = evaluation
+    assert moves[: len(start + evaluation)] == start + evaluation
+    assert moves[len(start + evaluation) :][: len(step)] == step
 
 
 def test_distill_when_vocabularies_differ_says_so(

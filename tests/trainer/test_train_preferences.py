@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_harness import areal, read_metrics, start_areal, torchrun, untimed, wait_until, weights, write_yaml
+from trainer_harness import (
+    areal,
+    read_metrics,
+    record_moves,
+    start_areal,
+    torchrun,
+    untimed,
+    wait_until,
+    weights,
+    write_yaml,
+)
 
 from areal_arithmetic.dataset import get_arithmetic_dataset
 from areal_core.api.load import load_run_config
@@ -162,6 +172,21 @@ def test_dpo_evaluation_equals_plain_transformers(
     assert last["eval/reward_chosen"] == pytest.approx(0.2 * float(h[:, 0].mean()), abs=1e-4)
     assert last["eval/accuracy"] == pytest.approx(float((difference > 0).double().mean()), abs=1e-6)
     assert first["eval/margin"] == 0 and last["eval/loss"] < first["eval/loss"]
+
+
+def test_dpo_when_models_give_way_expected_the_same_run(
+    dpo_plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dpo_plain["evaluation"] = {"at_end": False}
+    path = write_yaml(tmp_path / "run.yaml", dpo_plain)
+    straight = train(load_run_config(path, ["run.name=straight"])).path
+
+    moves = record_moves(monkeypatch)
+    away = train(load_run_config(path, ["run.name=away", "actor.offload=true", "ref.offload=true"])).path
+
+    assert untimed(read_metrics(away)) == untimed(read_metrics(straight))
+    turn = ["actor away", "ref back", "ref away", "actor back"]
+    assert moves == ["actor away", "ref away", "actor back", *turn * 3]
 
 
 def test_dpo_when_lora_without_ref_uses_the_base_as_reference(

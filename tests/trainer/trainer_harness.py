@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 HERE = Path(__file__).parent
@@ -94,6 +95,26 @@ def wait_for_end(pid: int, timeout: float = 60) -> None:
         assert select.select([descriptor], [], [], timeout)[0], f"process {pid} still runs"
     finally:
         os.close(descriptor)
+
+
+def record_moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What engines do from now on: ``ROLE away``, ``ROLE logits`` (all but what those need is away), ``ROLE back``."""
+    from areal_fsdp.engine import FSDPEngine
+
+    moves: list[str] = []
+    offload, onload = FSDPEngine.offload, FSDPEngine.onload
+
+    def record_offload(self: Any, *, keep_logits: bool = False) -> None:
+        offload(self, keep_logits=keep_logits)
+        moves.append(f"{self.role} {'logits' if keep_logits else 'away'}")
+
+    def record_onload(self: Any) -> None:
+        onload(self)
+        moves.append(f"{self.role} back")
+
+    monkeypatch.setattr(FSDPEngine, "offload", record_offload)
+    monkeypatch.setattr(FSDPEngine, "onload", record_onload)
+    return moves
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -32,9 +32,9 @@ from areal_fsdp.grad_norm import clip_gradients, grad_norm
 from areal_fsdp.layout import RowPart
 from areal_fsdp.materialize import fill, make_buffers
 from areal_fsdp.mesh import Mesh, build_mesh, check_strategy
-from areal_fsdp.offload import move
+from areal_fsdp.offload import Placement
 from areal_fsdp.optim import Schedule, SkipGuard, build_optimizer
-from areal_fsdp.parallel import broadcast_weights, build_scorer, check_parallel, shard_model
+from areal_fsdp.parallel import broadcast_weights, build_scorer, check_parallel, decoder_layers, shard_model
 from areal_fsdp.quantization import check_quantization, quantize_weights, use_float8
 from areal_fsdp.recompute import enable_recomputation
 from areal_fsdp.save_process import SaveProcess
@@ -77,7 +77,6 @@ class FSDPEngine(TrainEngine):
         self.background_save: BackgroundSave | None = None
         self.background_group: dist.ProcessGroup | None = None
         self.save_process: SaveProcess | None = None
-        self._offloaded = False
         self._counters: dict[str, float] = {}
 
     # ------------------------------------------------------------------------------------------------ set-up
@@ -99,6 +98,7 @@ class FSDPEngine(TrainEngine):
             dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
             self._owns_group = True
         self._mesh = build_mesh(strategy, self.options.replicate, device)
+        self._placement = Placement(device, is_fixed=self.options.cpu_offload)
 
     def initialize(self, ft_spec: FinetuneSpec | None = None, *, role: str = "actor") -> None:
         if role not in ("actor", "ref", "critic", "reward"):
@@ -297,7 +297,7 @@ class FSDPEngine(TrainEngine):
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        scorer = self.ready()
+        scorer = self.built() if self._placement.place == "logits" else self.ready()
         if isinstance(scorer, FSDPModule):
             # The head belongs to the root, which stays gathered after its forward; then this does nothing.
             scorer.unshard()
@@ -322,10 +322,15 @@ class FSDPEngine(TrainEngine):
         Raises:
             RuntimeError: before ``initialize`` and while offloaded.
         """
+        scorer = self.built()
+        if self._placement.place != "device":
+            raise RuntimeError("the model is offloaded: call onload first")
+        return scorer
+
+    def built(self) -> Scorer:
+        """The same module, on the device or not."""
         if self._scorer is None:
             raise RuntimeError("call initialize first")
-        if self._offloaded:
-            raise RuntimeError("the model is offloaded: call onload first")
         return self._scorer
 
     def _count(self, batch: PackedBatch, run: BatchRun, **more: float) -> None:
@@ -435,20 +440,10 @@ class FSDPEngine(TrainEngine):
             torch.cuda.reset_peak_memory_stats(self.device)
         return stats
 
-    def offload(self) -> None:
-        if self._offloaded:
-            return
-        module = self.ready()
-        storage.finish_saving(self)
-        if self.device.type != "cpu" and not self.options.cpu_offload:
-            move(module, self.optimizer, torch.device("cpu"))
-            torch.cuda.empty_cache()
-        # On a CPU there is nowhere to go. Still, a call in the wrong order is a mistake on every device.
-        self._offloaded = True
+    def offload(self, *, keep_logits: bool = False) -> None:
+        scorer = self.built()
+        layers = decoder_layers(scorer.model, self.options.wrap_layers)
+        self._placement.offload(scorer, layers, self.optimizer, keep_logits=keep_logits)
 
     def onload(self) -> None:
-        if not self._offloaded:
-            return
-        self._offloaded = False
-        if self.device.type != "cpu" and not self.options.cpu_offload:
-            move(self.ready(), self.optimizer, self.device)
+        self._placement.onload(self.built(), self.optimizer)

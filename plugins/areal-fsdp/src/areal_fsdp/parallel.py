@@ -97,7 +97,7 @@ def build_scorer(
 def shard_model(scorer: Scorer, mesh: Mesh, compute_dtype: torch.dtype, options: FSDPConfig) -> None:
     """Apply ``fully_shard`` in place. Gradients are summed over the ranks, never averaged."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
-    layers = _layers(scorer.model, options.wrap_layers)
+    layers = decoder_layers(scorer.model, options.wrap_layers)
     mixed = next(scorer.parameters()).dtype != compute_dtype
     assert mesh.fsdp_mesh is not None
     shards = mesh.fsdp_mesh.size(-1)
@@ -123,7 +123,7 @@ def shard_model(scorer: Scorer, mesh: Mesh, compute_dtype: torch.dtype, options:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _layers(model: Any, names: list[str]) -> list[nn.Module]:
+def decoder_layers(model: Any, names: list[str]) -> list[nn.Module]:
     """The modules of the named classes, or the decoder layers."""
     chosen = set(names or model._no_split_modules or [])
     return [module for module in model.modules() if type(module).__name__ in chosen]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def save(engine: FSDPEngine, meta: SaveLoadMeta) -> None:
     """``TrainEngine.save``."""
-    scorer = engine.ready()
+    scorer = engine.built()
     _check_not_quantized(engine)
     finish_saving(engine)
     if meta.weight_format == "hf":

@@ -42,9 +42,13 @@ class GenerationHyperparameters:
     max_tokens: int | None = option(None, "Most tokens of prompt and completion together; None: the context.", ge=1)
     greedy: bool = option(False, "Take the most likely token; temperature is ignored.")
     temperature: float = option(1.0, "Softmax temperature; 0 means greedy.", ge=0)
-    top_p: float = option(1.0, "Nucleus sampling: smallest set of tokens with this much mass.", gt=0, le=1)
-    top_k: int = option(0, "Sample among the k most likely tokens; 0: all.", ge=0)
-    min_p: float = option(0.0, "Drop tokens less likely than this share of the most likely one.", ge=0, le=1)
+    top_p: float = option(
+        1.0, "Nucleus sampling: smallest set of tokens with this much mass; training: with top_k.", gt=0, le=1
+    )
+    top_k: int = option(0, "Sample among the k most likely tokens; 0: all. In training at most 1024.", ge=0)
+    min_p: float = option(
+        0.0, "Drop tokens less likely than this share of the likeliest; training: with top_k.", ge=0, le=1
+    )
     stop_token_ids: list[int] = option(factory=list, help="Ids that end a completion, beside the tokenizer's EOS.")
     stop: list[str] = option(factory=list, help="Strings that end a completion.")
     ignore_eos: bool = option(False, "Do not stop at the end-of-sequence token.")

@@ -54,7 +54,8 @@ def register(app: typer.Typer) -> None:
             check_import_paths(loaded)
             check_run(loaded, loaded.actor.parsed_backend.parallel.world_size)
             if isinstance(loaded, RLConfig):
-                check_rl(loaded, build_algorithm(loaded, get_plugin_manager()))
+                manager = get_plugin_manager()
+                check_rl(loaded, build_algorithm(loaded, manager), manager)
         used = ", ".join(f"{key}: {entry.full_name}" for key, entry in selected_plugins(loaded))
         console.stdout(f"{config}: ok (trainer: {loaded.trainer}; {used})")
 

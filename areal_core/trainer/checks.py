@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING
 from areal_core.api.configs import BaseTrainerConfig, RLConfig, TrainEngineConfig
 from areal_core.api.distill_config import DistillConfig
 from areal_core.api.preference_configs import DPOConfig, RWConfig
+from areal_core.api.supports import MAX_SUPPORT
 from areal_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from areal_core.api.algorithm_api import Algorithm
+    from areal_core.plugins.manager import PluginManager
+
+#: The options of ``gconfig`` that leave tokens out, and where they do not.
+_TRUNCATIONS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 def check_run(config: BaseTrainerConfig, world_size: int) -> None:
@@ -93,8 +98,8 @@ def _check_distill(config: DistillConfig) -> None:
         )
 
 
-def check_rl(config: RLConfig, algorithm: Algorithm) -> None:
-    """Cross-field checks of `trainer: rl`."""
+def check_rl(config: RLConfig, algorithm: Algorithm, manager: PluginManager) -> None:
+    """Cross-field checks of `trainer: rl`. Imports the engines where sampling truncates."""
     gconfig = config.gconfig
     if config.actor.init_from_scratch:
         raise ConfigError(
@@ -105,13 +110,7 @@ def check_rl(config: RLConfig, algorithm: Algorithm) -> None:
         raise ConfigError(
             "training needs samples, but decoding is greedy. Set gconfig.temperature > 0.", key="gconfig.temperature"
         )
-    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if getattr(gconfig, name) != off:
-            raise ConfigError(
-                f"training samples from the whole distribution: the log-probs of sampler and trainer are taken before "
-                f"truncation, so {getattr(gconfig, name)} would bias the ratio. Use {off} (eval_gconfig may truncate).",
-                key=f"gconfig.{name}",
-            )
+    _check_truncation(config, manager)
     if gconfig.frequency_penalty != 0:
         raise ConfigError(
             "the trainer cannot reproduce a penalised distribution. Use 0 (eval_gconfig may penalise).",
@@ -139,6 +138,47 @@ def check_rl(config: RLConfig, algorithm: Algorithm) -> None:
     # Without its adapters the actor is its own reference.
     has_ref = config.ref is not None or config.actor.lora is not None
     algorithm.check(group_size=gconfig.n_samples, has_ref=has_ref, has_critic=config.critic is not None)
+
+
+def _check_truncation(config: RLConfig, manager: PluginManager) -> None:
+    """Where training truncates, both sides must take the log-prob over what was kept, and that must be bounded."""
+    gconfig = config.gconfig
+    used = [name for name, off in _TRUNCATIONS.items() if getattr(gconfig, name) != off]
+    if not used:
+        return
+    key, value, off = f"gconfig.{used[0]}", getattr(gconfig, used[0]), _TRUNCATIONS[used[0]]
+    name = config.rollout.parsed_backend.name
+    engine = manager.load("areal_inference_engines", name, key="rollout.backend")
+    if not getattr(engine, "returns_supports", False):
+        raise ConfigError(
+            f"is {value}, but the engine {name!r} returns raw log-probs and does not say which tokens truncation kept, "
+            f"so that the ratio would be biased. Use {off}, or an engine that does, such as `rollout.backend: local` "
+            f"with gconfig.top_k up to {MAX_SUPPORT} (eval_gconfig may truncate).",
+            key=key,
+        )
+    models = {"actor": config.actor} if config.ref is None else {"actor": config.actor, "ref": config.ref}
+    for model, section in models.items():
+        name = section.parsed_backend.name
+        if not getattr(manager.load("areal_train_engines", name, key=f"{model}.backend"), "takes_supports", False):
+            raise ConfigError(
+                f"is {value}, but the train engine {name!r} cannot take log-probs over the tokens that truncation "
+                f"kept, and the ratio would be biased. Use {off}, or `{model}.backend: fsdp` (eval_gconfig may "
+                "truncate).",
+                key=key,
+            )
+    if gconfig.top_k == 0:
+        raise ConfigError(
+            f"is {value}, without gconfig.top_k: the trainer takes log-probs over the tokens that were kept, whose "
+            f"number needs a bound. Set gconfig.top_k too, to at most {MAX_SUPPORT}, or use {off} (eval_gconfig may "
+            "truncate).",
+            key=key,
+        )
+    if gconfig.top_k > MAX_SUPPORT:
+        raise ConfigError(
+            f"is {gconfig.top_k}, but training keeps at most {MAX_SUPPORT} tokens. Use 1 to {MAX_SUPPORT}, or 0 for no "
+            "bound (eval_gconfig may truncate).",
+            key="gconfig.top_k",
+        )
 
 
 def _train_engines(config: BaseTrainerConfig) -> Iterator[tuple[str, TrainEngineConfig]]:

@@ -53,7 +53,7 @@ class RLTrainer:
         self.stats = StatsTracker()
         self.version = 0
         self.algorithm = build_algorithm(config, manager)
-        check_rl(config, self.algorithm)
+        check_rl(config, self.algorithm, manager)
         self.tokenizer = load_run_tokenizer(config, config.actor)
         train_rows = load_dataset(config.train_dataset, "rl", self.tokenizer, manager, key="train_dataset")
         spec = finetune_spec(config, len(train_rows))
@@ -178,8 +178,9 @@ class RLTrainer:
             router = self.routers[id(engine)]
             parts = router.partition(batch, self.config.actor.mb_spec.attention_cost)
             is_base = name == "ref_logprobs" and engine is self.actor
+            given = batch if output == "logprobs" else _without_supports(batch)
             with self.actor.disable_adapter() if is_base else nullcontext():
-                result = engine.forward(router.scatter(batch, parts))
+                result = engine.forward(router.scatter(given, parts))
             gathered = router.gather(getattr(result, output), batch, parts)
             if batch is not None and gathered is not None:
                 batch = batch.with_tokens(**{name: gathered})
@@ -224,7 +225,7 @@ class RLTrainer:
         self.residency.use(critic)
         critic.train()
         loss_fn = critic_loss(value_eps_clip=config.value_eps_clip, coef=config.value_loss_coef)
-        for minibatch in self._minibatches(batch, config.ppo_n_minibatches):
+        for minibatch in self._minibatches(_without_supports(batch), config.ppo_n_minibatches):
             shard = self._shard(minibatch, critic)
             self._record("critic", critic.train_batch(shard, loss_fn, lambda mb: mb["loss_mask"].sum()))
         critic.lr_scheduler_step()
@@ -248,6 +249,11 @@ class RLTrainer:
         """This rank's part of rank 0's batch, for one engine. Collective."""
         router = self.routers[id(engine)]
         return router.scatter(batch, router.partition(batch, self.config.actor.mb_spec.attention_cost))
+
+
+def _without_supports(batch: PackedBatch | None) -> PackedBatch | None:
+    """What a critic gets: values do not depend on what the sampler kept, and that is most of a batch."""
+    return None if batch is None else batch.without("supports")
 
 
 def _without_zero_advantage(batch: PackedBatch) -> tuple[PackedBatch, int]:

@@ -76,7 +76,9 @@ CASES = [
     pytest.param("gconfig.temperature", 0, ["gconfig.temperature", "greedy"], id="greedy-training"),
     pytest.param("gconfig.seed", 5, ["gconfig.seed", "the same"], id="one-seed-for-all-samples"),
     pytest.param("eval_gconfig", {"seed": 5, "n_samples": 2}, ["eval_gconfig.seed"], id="one-seed-in-evaluation"),
-    pytest.param("gconfig.top_p", 0.9, ["gconfig.top_p", "1.0"], id="truncated-training"),
+    pytest.param("gconfig.top_p", 0.9, ["gconfig.top_p", "gconfig.top_k", "1024", "1.0"], id="top-p-without-bound"),
+    pytest.param("gconfig.min_p", 0.1, ["gconfig.min_p", "gconfig.top_k", "1024", "0.0"], id="min-p-without-bound"),
+    pytest.param("gconfig.top_k", 1025, ["gconfig.top_k", "1025", "1024"], id="top-k-too-large"),
     pytest.param("actor.kl_ctl", 0.1, ["ref"], id="kl-without-reference"),
     pytest.param("actor.gae_lambda", 0.9, ["critic"], id="lambda-without-critic"),
     pytest.param("actor.ppo_n_minibatches", 3, ["ppo_n_minibatches", "8"], id="batch-not-divisible"),
@@ -105,6 +107,37 @@ def test_train_when_configuration_is_bad_says_what_and_exits_2(
     assert outcome.code == 2, outcome.stderr
     assert "Traceback" not in outcome.stderr
     for word in words:
+        assert word in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("areal_local.engine.LocalEngine.returns_supports", ["'local'", "raw log-probs", "1.0"]),
+        ("areal_fsdp.engine.FSDPEngine.takes_supports", ["'fsdp'", "log-probs over the tokens", "1.0"]),
+    ],
+)
+@pytest.mark.parametrize("command", [("train",), ("config", "check")])
+def test_truncation_when_an_engine_knows_only_raw_logprobs_names_the_key_and_the_engine(
+    areal: Any,
+    rl_plain: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    words: list[str],
+    command: tuple[str, ...],
+) -> None:
+    # Arrange
+    monkeypatch.setattr(engine, False)
+    rl_plain["gconfig"] |= {"top_p": 0.9, "top_k": 20}
+    path = write_yaml(tmp_path / "run.yaml", rl_plain)
+
+    # Act
+    outcome = areal(*command, path)
+
+    # Assert
+    assert outcome.code == 2 and "Traceback" not in outcome.stderr
+    for word in ("gconfig.top_p", *words):
         assert word in outcome.stderr
 
 

@@ -13,6 +13,7 @@ import transformers
 
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
+from areal_local import compiled
 from areal_local.config import LocalConfig
 from areal_local.engine import LocalEngine
 
@@ -61,6 +62,20 @@ def build_model(kind: str, seed: int = 0, **changes: Any) -> Any:
         "bloom": lambda: t.BloomForCausalLM(t.BloomConfig(hidden_size=64, **{**small, "initializer_range": 0.3})),
     }
     return makers[kind]().eval()
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute with torch alone, as where numba is missing or the device is another."""
+    monkeypatch.setattr(compiled, "_kernels", lambda: None)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def computed_by(request: pytest.FixtureRequest) -> str:
+    """Run the test with the compiled loops, and with torch alone."""
+    if request.param == "torch":
+        request.getfixturevalue("without_kernels")
+    return request.param
 
 
 @pytest.fixture
@@ -146,17 +161,20 @@ def make_engine() -> Iterator[Callable[..., LocalEngine]]:
 
 @pytest.fixture
 def generate() -> Callable[..., list[ModelResponse]]:
-    """Run requests together: ``generate(engine, [(prompt, {gconfig fields}), ...])``. Admitted in one step."""
+    """Run requests together: ``generate(engine, [(prompt, {gconfig fields}), ...])``. Admitted in one step.
+
+    ``return_supports`` may stand among the fields.
+    """
+
+    def request(prompt: list[int], return_supports: bool = False, **fields: Any) -> ModelRequest:
+        gconfig = GenerationHyperparameters(**fields)
+        return ModelRequest(input_ids=list(prompt), gconfig=gconfig, return_supports=return_supports)
 
     def run(engine: LocalEngine, jobs: list[tuple[list[int], dict[str, Any]]], **common: Any) -> list[ModelResponse]:
         async def main() -> list[ModelResponse]:
             engine.pause_generation()
             tasks = [
-                asyncio.ensure_future(
-                    engine.agenerate(
-                        ModelRequest(input_ids=list(prompt), gconfig=GenerationHyperparameters(**{**common, **fields}))
-                    )
-                )
+                asyncio.ensure_future(engine.agenerate(request(prompt, **{**common, **fields})))
                 for prompt, fields in jobs
             ]
             await asyncio.sleep(0)

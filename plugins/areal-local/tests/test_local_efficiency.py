@@ -28,6 +28,7 @@ class SyncCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("without_kernels")  # as on another device
 @pytest.mark.parametrize(
     "options",
     [

@@ -30,6 +30,7 @@ def transformers_greedy(model, prompt, count):
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("kind", [*FAST, "bloom"])
 def test_greedy_when_prompts_are_ragged_equals_transformers_generate(
     kind, make_model, make_engine, generate, reference_logprobs
@@ -81,6 +82,7 @@ def test_logprobs_when_sampled_with_truncation_are_of_the_whole_distribution(
         torch.testing.assert_close(torch.tensor(answer.output_logprobs), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_prefill_when_over_the_token_budget_gives_the_same_answers(model, make_engine, generate):
     jobs = [(p, {"seed": i}) for i, p in enumerate(ragged_prompts(9, 50))]
     whole = generate(make_engine(model), jobs, max_new_tokens=6)
@@ -90,6 +92,7 @@ def test_prefill_when_over_the_token_budget_gives_the_same_answers(model, make_e
     assert [a.output_tokens for a in split] == [a.output_tokens for a in whole]
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("kind", ["mistral", "gemma2"])
 def test_prefill_when_a_prompt_spans_many_window_blocks_equals_a_forward(
     kind, make_model, make_engine, generate, reference_logprobs, monkeypatch
@@ -107,6 +110,7 @@ def test_prefill_when_a_prompt_spans_many_window_blocks_equals_a_forward(
         torch.testing.assert_close(torch.tensor(answer.output_logprobs), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_cache_when_sequences_outgrow_it_keeps_what_is_stored(model, make_engine, generate, reference_logprobs):
     engine = make_engine(model)
 

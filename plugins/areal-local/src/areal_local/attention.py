@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from areal_local.cache import KVCache
+from areal_local.compiled import SlottedAttention, kernels_for
 
 #: Name under which the attention function is registered with transformers. It has no mask function on purpose: a
 #: model then builds no mask at all.
@@ -132,10 +134,41 @@ class PrefillBucket:
 
 
 class PrefillPass:
-    """New sequences: causal attention within each, keys and values stored to their rows."""
+    """New sequences, packed one behind the other: causal attention within each, keys and values stored to their rows.
 
-    def __init__(self, cache: KVCache, buckets: list[PrefillBucket]) -> None:
-        self.cache, self.buckets = cache, buckets
+    Args:
+        cache: where keys and values go.
+        lengths: tokens of each sequence, ascending.
+        rows: the rows that each sequence fills.
+        dtype: type of computation.
+    """
+
+    def __init__(
+        self, cache: KVCache, lengths: Sequence[int], rows: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> None:
+        self.cache, self.lengths, self.rows = cache, lengths, rows
+        kernels = kernels_for(cache.device, dtype)
+        self._compiled = None
+        if kernels is not None:
+            first: npt.NDArray[np.int64] = np.repeat([targets[0] for targets in rows], lengths)
+            positions = np.concatenate([np.arange(length) for length in lengths])
+            self._compiled = SlottedAttention(kernels, first, positions, torch.get_num_threads())
+
+    @cached_property
+    def _buckets(self) -> list[PrefillBucket]:
+        """A bucket pads its sequences to the longest of them, inside attention only."""
+        starts = (np.cumsum(self.lengths) - self.lengths).tolist()
+        buckets, first = [], 0
+        for stop in range(1, len(self.lengths) + 1):
+            if stop < len(starts) and self.lengths[stop] <= self.lengths[first] + self.lengths[first] // 4 + 8:
+                continue
+            members = self.rows[first:stop]
+            source = [j for j, targets in enumerate(members) for _ in targets]
+            targets = [row for targets in members for row in targets]
+            lengths = list(self.lengths[first:stop])
+            buckets.append(PrefillBucket(starts[first:stop], lengths, source, targets, self.cache.device))
+            first = stop
+        return buckets
 
     def attend(
         self,
@@ -147,10 +180,16 @@ class PrefillPass:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        all_keys, all_values = self.cache.layer(layer, key, value)
+        cached = all_keys, all_values = self.cache.layer(layer, key, value)
+        if self._compiled is not None and self._compiled.takes(query, key, value, softcap):
+            out = self._compiled(query, key, value, cached, scale, window)
+            for length, targets in zip(self.lengths, self.rows, strict=True):
+                for stored in (all_keys, all_values) if len(targets) > 1 else ():
+                    stored[list(targets[1:]), :, :length] = stored[targets[0], :, :length]
+            return out
         groups = query.shape[1] // key.shape[1]
         outputs = []
-        for bucket in self.buckets:
+        for bucket in self._buckets:
             q, k, v = bucket.padded(query), bucket.padded(key), bucket.padded(value)
             size = bucket.length
             all_keys[bucket.rows, :, :size] = k if bucket.source is None else k[bucket.source]
@@ -169,8 +208,9 @@ class PrefillPass:
 class DecodePass:
     """One new token for each of the first ``len(positions)`` rows.
 
-    Attention runs in buckets of neighbouring rows, each as long as its longest row, so that short rows do not pay for
-    one long one. ``advance`` moves on by a token; rows that enter or leave need a new pass.
+    In fp32 on a CPU, compiled loops read of each row what it holds. Elsewhere attention runs in buckets of neighbouring
+    rows, each as long as its longest row, so that short rows do not pay for one long one. ``advance`` moves on by a
+    token; rows that enter or leave need a new pass.
 
     Args:
         cache: where keys and values are.
@@ -183,6 +223,9 @@ class DecodePass:
         self.host_positions = positions.copy()
         self.positions = torch.from_numpy(self.host_positions.copy()).to(cache.device)
         self.batch, self.capacity, self.generation = len(positions), cache.capacity, cache.generation
+        kernels = kernels_for(cache.device, dtype)
+        lanes = np.arange(len(positions))
+        self._compiled = kernels and SlottedAttention(kernels, lanes, self.host_positions, torch.get_num_threads())
         self._index = torch.arange(self.capacity, device=cache.device)
         self._lanes = torch.arange(self.batch, device=cache.device)
         self._buckets: list[tuple[int, int]] = []
@@ -262,7 +305,9 @@ class DecodePass:
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        all_keys, all_values = self.cache.layers[layer]
+        cached = all_keys, all_values = self.cache.layers[layer]
+        if self._compiled is not None and self._compiled.takes(query, key, value, softcap):
+            return self._compiled(query, key, value, cached, scale, window)
         heads, kv_heads = query.shape[1], key.shape[1]
         targets = (self._flat_targets(kv_heads),)
         all_keys.view(-1, all_keys.shape[3]).index_put_(targets, key)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 _CAPACITY_STEP = 64
+
+
+def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    if like.device.type == "cpu" and like.dtype == torch.float32:
+        # numpy asks for huge pages, torch does not: without them, reading keys waits for address translation.
+        return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+    return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
 class KVCache:
@@ -42,7 +50,7 @@ class KVCache:
 
     @staticmethod
     def _grown(old: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
-        new = torch.zeros(rows, old.shape[1], capacity, old.shape[3], dtype=old.dtype, device=old.device)
+        new = _zeros((rows, old.shape[1], capacity, old.shape[3]), old)
         new[: old.shape[0], :, : old.shape[2]] = old
         return new
 
@@ -55,7 +63,7 @@ class KVCache:
         return found
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(self.rows, like.shape[1], self.capacity, like.shape[2], dtype=like.dtype, device=like.device)
+        return _zeros((self.rows, like.shape[1], self.capacity, like.shape[2]), like)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of rows ``sources`` onto rows ``targets`` (int64, no row in both)."""

@@ -16,7 +16,6 @@ from areal_local.attention import (
     IMPLEMENTATION,
     DecodePass,
     Pass,
-    PrefillBucket,
     PrefillPass,
     UnsupportedModelError,
     active_pass,
@@ -143,21 +142,9 @@ class SlottedDecoder:
     ) -> torch.Tensor:
         lengths = [len(sequences[i]) for i in chunk]
         ends = np.cumsum(lengths)
-        starts = (ends - lengths).tolist()
-        buckets: list[PrefillBucket] = []
-        first = 0
-        for stop in range(1, len(chunk) + 1):
-            # A bucket pads its sequences to the longest of them, inside attention only.
-            if stop < len(chunk) and lengths[stop] <= lengths[first] + lengths[first] // 4 + 8:
-                continue
-            members = chunk[first:stop]
-            source = [j for j, i in enumerate(members) for _ in rows[i]]
-            targets = [row for i in members for row in rows[i]]
-            buckets.append(PrefillBucket(starts[first:stop], lengths[first:stop], source, targets, self.device))
-            first = stop
         tokens = np.concatenate([np.asarray(sequences[i], dtype=np.int64) for i in chunk])
         positions = np.concatenate([np.arange(length) for length in lengths])
-        current = PrefillPass(self.cache, buckets)
+        current = PrefillPass(self.cache, lengths, [rows[i] for i in chunk], self.dtype)
         return self.network.logits(current, self._tensor(tokens), self._tensor(positions), self._tensor(ends - 1))
 
     def decode(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> torch.Tensor:

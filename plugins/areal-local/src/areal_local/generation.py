@@ -17,9 +17,10 @@ import torch
 from areal_core.api.io_struct import ModelResponse, StopReason
 from areal_core.errors import ArealError
 from areal_core.logging import getLogger
+from areal_local.compiled import fast_uniform, kernels_for, sample_plain
 from areal_local.decoder import Decoder
 from areal_local.rows import Pending, Rows
-from areal_local.sampling import SamplingParams, sample_from_candidates, streams, uniform
+from areal_local.sampling import SamplingParams, sample_from_candidates, streams
 
 _logger = getLogger("LocalGeneration")
 
@@ -269,7 +270,7 @@ class GenerationLoop:
         fixed = self._fixed
         assert fixed is not None
         params = copy.copy(fixed.params)
-        params.uniforms = self._tensor(uniform(fixed.streams, rows.length[index]))
+        params.uniforms = self._tensor(fast_uniform(self.device, fixed.streams, rows.length[index]))
         if len(fixed.penalised):
             penalised = fixed.penalised
             counts = rows.generated[index[penalised]]
@@ -288,11 +289,7 @@ class GenerationLoop:
     def _sample(self, logits: torch.Tensor, index: npt.NDArray[np.int64], version: int) -> None:
         """Sample a token for the rows ``index`` from logits ``[len(index), V]``; retire rows that end."""
         params = self._params(index)
-        *drawn, kept = sample_from_candidates(logits, params)
-        ids, values, complete = _to_host(*drawn)
-        if not complete:
-            *drawn, kept = sample_from_candidates(logits, params, candidates=None)
-            ids, values, _ = _to_host(*drawn)
+        ids, values, kept = _draw(logits, params)
         if not np.isfinite(values).all():
             raise ArealError("the model gave logits that are not finite (NaN or infinite); its weights are broken")
         rows = self.rows
@@ -377,6 +374,21 @@ class _FixedParams:
         supports = np.flatnonzero(rows.supports[index])
         if len(supports):
             params.supports = tensor(supports)
+
+
+def _draw(
+    logits: torch.Tensor, params: SamplingParams
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], torch.Tensor | None]:
+    """Ids and log-probs ``[B]``, and what was kept of the rows that give supports."""
+    kernels = kernels_for(logits.device, logits.dtype) if params.plain else None
+    if kernels is not None:
+        return *sample_plain(kernels, logits, params.temperature, params.greedy, params.uniforms), None
+    *drawn, kept = sample_from_candidates(logits, params)
+    ids, values, complete = _to_host(*drawn)
+    if not complete:
+        *drawn, kept = sample_from_candidates(logits, params, candidates=None)
+        ids, values, _ = _to_host(*drawn)
+    return ids, values, kept
 
 
 def _to_host(

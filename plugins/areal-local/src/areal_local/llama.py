@@ -8,20 +8,24 @@ again. ``make_decoder`` compares it with the model's own forward before it is us
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from areal_local.attention import Pass, UnsupportedModelError, layer_windows
+from areal_local.compiled import kernels_for
 
 #: Config ``model_type`` -> the kernel of a layer is the one below. Other models run through transformers' modules.
 MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 #: Rotary embeddings whose frequencies do not depend on the length of the sequence.
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 _KEPT_TOKENS = 4096
+_NO_NORM, _NO_EPS = np.empty((0, 1), dtype=np.float32), np.float32(0)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -94,6 +98,7 @@ class RMSNorm:
         if self.fast:
             self._scaled = self.weight * self.size**0.5
             self._floor = torch.full((), (self.size * eps) ** 0.5)
+            self.array, self.epsilon = self.weight.numpy(), np.float32(eps)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self.fast:
@@ -114,6 +119,99 @@ class _Layer:
     norm_mlp: RMSNorm
     gate_up: Projection
     down: Projection
+
+
+@attrs.frozen(slots=False)
+class Buffers:
+    """Memory of one forward pass over ``N`` tokens.
+
+    Attributes:
+        qkv: ``[N, width]``.
+        by_head: the same ``[N, heads + 2 * kv_heads, head_dim]``; ``qk`` and ``value`` are its parts.
+        rotated: queries and keys after norm and rotary embedding ``[N, heads + kv_heads, head_dim]``; ``query`` and
+            ``key`` are its parts.
+        gate_up: ``[N, 2 * intermediate]``.
+        gated: ``[N, intermediate]``.
+        normed: ``[N, hidden]``.
+    """
+
+    qkv: torch.Tensor
+    by_head: torch.Tensor
+    qk: torch.Tensor
+    rotated: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    gate_up: torch.Tensor
+    gated: torch.Tensor
+    normed: torch.Tensor
+
+    @cached_property
+    def arrays(self) -> dict[str, Any]:
+        """The same memory for the compiled loops."""
+        return {name: getattr(self, name).numpy() for name in ("by_head", "rotated", "gate_up", "gated", "normed")}
+
+
+class TorchSteps:
+    """What happens between the matrix products of a forward pass, by torch's kernels.
+
+    Args:
+        buffers: of the pass.
+        rope: ``[positions, 2 * head_dim]``: cosines, minus the sines of the lower half, the sines of the upper.
+        positions: int64 ``[N]``.
+    """
+
+    def __init__(self, buffers: Buffers, rope: torch.Tensor, positions: torch.Tensor) -> None:
+        self.buffers = buffers
+        size = rope.shape[1] // 2
+        half = size // 2
+        self.low, self.high = slice(0, half), slice(half, None)
+        turn = rope.index_select(0, positions)[:, None]
+        self.cos, self.sin_low, self.sin_high = turn.split((size, half, half), dim=-1)
+
+    def norm(self, norm: RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+        return norm(hidden)
+
+    def rotate(self, norm: RMSNorm | None) -> None:
+        """``qk`` to ``rotated``."""
+        out = self.buffers.rotated
+        plain = self.buffers.qk if norm is None else norm(self.buffers.qk)
+        torch.mul(plain, self.cos, out=out)
+        out[..., self.low].addcmul_(plain[..., self.high], self.sin_low)
+        out[..., self.high].addcmul_(plain[..., self.low], self.sin_high)
+
+    def gate(self) -> torch.Tensor:
+        """``silu(gate) * up``, in ``gated``."""
+        gate, up = self.buffers.gate_up.chunk(2, dim=1)
+        torch.ops.aten.silu.out(gate, out=self.buffers.gated)
+        return self.buffers.gated.mul_(up)
+
+
+class CompiledSteps:
+    """As ``TorchSteps``, by the compiled loops.
+
+    Args:
+        hidden: ``[N, hidden]``, what all but the last norm are of.
+    """
+
+    def __init__(
+        self, kernels: Any, buffers: Buffers, rope: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> None:
+        self.kernels, self.buffers, self.arrays = kernels, buffers, buffers.arrays
+        self.rope, self.positions, self.hidden = rope.numpy(), positions.numpy(), hidden.numpy()
+
+    def norm(self, norm: RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+        given = self.hidden if len(self.hidden) == len(hidden) else hidden.numpy()
+        self.kernels.rms_norm(given, norm.array, norm.epsilon, self.arrays["normed"])
+        return self.buffers.normed if len(self.hidden) == len(hidden) else self.buffers.normed[: len(hidden)]
+
+    def rotate(self, norm: RMSNorm | None) -> None:
+        weight, eps = (_NO_NORM, _NO_EPS) if norm is None else (norm.array, norm.epsilon)
+        self.kernels.rotate(self.arrays["by_head"], weight, eps, self.rope, self.positions, self.arrays["rotated"])
+
+    def gate(self) -> torch.Tensor:
+        self.kernels.silu_mul(self.arrays["gate_up"], self.arrays["gated"])
+        return self.buffers.gated
 
 
 class LlamaNetwork:
@@ -142,15 +240,16 @@ class LlamaNetwork:
         self.windows = layer_windows(config, range(len(model.model.layers)))
         self._rope = torch.empty(0)
         self._scratch: dict[str, torch.Tensor]
-        self._views: tuple[torch.Tensor, ...]
+        self._kept: Buffers | None
         self.weights_changed()
 
     def weights_changed(self) -> None:
         """Look up where the parameters lie; call it after any change of theirs."""
         model = self.model
         # They may be on another device than before.
-        self._scratch, self._views = {}, ()
+        self._scratch, self._kept = {}, None
         self.embedding = model.model.embed_tokens.weight.detach()
+        self.kernels = kernels_for(self.embedding.device, self.embedding.dtype)
         self.norm = RMSNorm(model.model.norm.weight, self.eps)
         self.head = Projection([_linear(model.lm_head)])
         self.layers = [self._layer(index, layer) for index, layer in enumerate(model.model.layers)]
@@ -186,15 +285,16 @@ class LlamaNetwork:
         half = self.head_dim // 2
         self._rope = torch.cat((cos[0], -sin[0, :, :half], sin[0, :, half:]), dim=-1)
 
-    def _buffers(self, count: int) -> tuple[torch.Tensor, ...]:
-        """Views of ``count`` tokens: qkv flat and by head, its query and key part by halves, the rotated, the MLP."""
-        if self._views and self._views[0].shape[0] == count:
-            return self._views
+    def _buffers(self, count: int) -> Buffers:
+        if self._kept is not None and len(self._kept.qkv) == count:
+            return self._kept
+        heads = self.heads + self.kv_heads
         widths = {
             "qkv": self.layers[0].qkv.width,
-            "rotated": (self.heads + self.kv_heads) * self.head_dim,
+            "rotated": heads * self.head_dim,
             "gate_up": self.layers[0].gate_up.width,
             "gated": self.layers[0].gate_up.width // 2,
+            "normed": self.embedding.shape[1],
         }
         like = self.embedding
         if count > _KEPT_TOKENS:
@@ -204,43 +304,41 @@ class LlamaNetwork:
                 self._scratch = {name: like.new_empty(count, width) for name, width in widths.items()}
             scratch = {name: tensor[:count] for name, tensor in self._scratch.items()}
         by_head = scratch["qkv"].view(count, -1, self.head_dim)
-        views = (
-            scratch["qkv"],
-            by_head[:, : self.heads + self.kv_heads],
-            by_head[:, self.heads + self.kv_heads :],
-            scratch["rotated"].view(count, -1, self.head_dim),
-            scratch["gate_up"],
-            *scratch["gate_up"].chunk(2, dim=1),
-            scratch["gated"],
+        rotated = scratch.pop("rotated").view(count, heads, self.head_dim)
+        buffers = Buffers(
+            by_head=by_head,
+            qk=by_head[:, :heads],
+            rotated=rotated,
+            query=rotated[:, : self.heads],
+            key=rotated[:, self.heads :],
+            value=by_head[:, heads:],
+            **scratch,
         )
-        self._views = views if count <= _KEPT_TOKENS else ()
-        return views
+        self._kept = buffers if count <= _KEPT_TOKENS else None
+        return buffers
 
     def logits(
         self, current: Pass, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
     ) -> torch.Tensor:
-        heads, half = self.heads, self.head_dim // 2
-        qkv, qk, value, rotated, gate_up, gate, up, gated = self._buffers(len(tokens))
-        rotated_low, rotated_high = rotated[..., :half], rotated[..., half:]
-        query, key = rotated[:, :heads], rotated[:, heads:]
-        rope = self._rope.index_select(0, positions)[:, None]
-        cos, sin_low, sin_high = rope.split((2 * half, half, half), dim=-1)
+        buffers = self._buffers(len(tokens))
+        query, key, value = buffers.query, buffers.key, buffers.value
         hidden = F.embedding(tokens, self.embedding)
+        steps: TorchSteps | CompiledSteps
+        if self.kernels is None:
+            steps = TorchSteps(buffers, self._rope, positions)
+        else:
+            steps = CompiledSteps(self.kernels, buffers, self._rope, positions, hidden)
         for layer in self.layers:
-            layer.qkv.into(qkv, layer.norm_in(hidden))
-            plain = qk if layer.norm_qk is None else layer.norm_qk(qk)
-            torch.mul(plain, cos, out=rotated)
-            rotated_low.addcmul_(plain[..., half:], sin_low)
-            rotated_high.addcmul_(plain[..., :half], sin_high)
+            layer.qkv.into(buffers.qkv, steps.norm(layer.norm_in, hidden))
+            steps.rotate(layer.norm_qk)
             seen = current.attend(layer.index, query, key, value, layer.scale, layer.window, None)
             layer.out.add_to(hidden, seen.view(len(tokens), -1))
-            layer.gate_up.into(gate_up, layer.norm_mlp(hidden))
-            torch.ops.aten.silu.out(gate, out=gated)
-            layer.down.add_to(hidden, gated.mul_(up))
+            layer.gate_up.into(buffers.gate_up, steps.norm(layer.norm_mlp, hidden))
+            layer.down.add_to(hidden, steps.gate())
         if keep is not None:
             hidden = hidden.index_select(0, keep)
         out = hidden.new_empty(len(hidden), self.head.width)
-        self.head.into(out, self.norm(hidden))
+        self.head.into(out, steps.norm(self.norm, hidden))
         return out
 
 

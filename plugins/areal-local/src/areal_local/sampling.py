@@ -75,6 +75,12 @@ class SamplingParams:
     banned: tuple[torch.Tensor, torch.Tensor] | None = None
     supports: torch.Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Nothing but temperature, or greedy."""
+        others = (self.top_k, self.top_p, self.min_p, self.penalties, self.banned, self.supports)
+        return all(other is None for other in others)
+
 
 def sample(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample a token per row.

@@ -333,3 +333,32 @@ def test_post_all_when_the_answer_is_text(serve: Serve, connect: Connect) -> Non
     answers = engine.fleet.post_all("/v1/load_lora_adapter", json=lambda index, _: {"lora_name": f"a{index}"})
 
     assert answers == ["Success: LoRA adapter 'a0' added successfully."]
+
+
+def test_agenerate_when_no_answer_comes_in_time(serve: Serve, connect: Connect, ask: Ask) -> None:
+    server = serve()
+    engine = connect(server, rollout={"request_timeout": 0.3})
+    server.allow(0)
+
+    with pytest.raises(ArealError, match=r"was not answered in 0.3 s \(rollout.request_timeout\)"):
+        ask(engine, [1])
+    server.wait_for(lambda: server.running == 0)
+    assert engine.export_stats()["servers"] == 1
+
+
+def test_check_when_all_connections_are_in_use(serve: Serve, connect: Connect) -> None:
+    server = serve()
+    engine = connect(server, max_connections=2, health_timeout=5.0)
+    server.allow(0)
+
+    async def main() -> list[ModelResponse]:
+        tasks = [asyncio.ensure_future(engine.agenerate(make_request([n + 1]))) for n in range(6)]
+        await asyncio.to_thread(server.wait_for, lambda: server.running == 2)
+        assert await asyncio.to_thread(check, engine, 0)
+        await asyncio.to_thread(engine.pause_generation)
+        await asyncio.to_thread(engine.continue_generation)
+        await asyncio.to_thread(server.allow, None)
+        return list(await asyncio.gather(*tasks))
+
+    assert all(answer.output_len == 8 for answer in asyncio.run(main()))
+    assert server.most_running == 2

@@ -217,3 +217,39 @@ def test_destroy_when_requests_run(serve: Serve, connect: Connect) -> None:
         return await task
 
     assert asyncio.run(main()).stop_reason == "abort"
+
+
+def test_connect_when_the_server_was_left_paused(serve: Serve, connect: Connect, ask: Ask) -> None:
+    server = serve()
+    first = connect(server)
+    first.pause_generation()
+    first.fleet.pause_servers()
+    first.destroy()
+
+    engine = connect(server)
+
+    assert ask(engine, [1]).output_len == 8
+    assert server.paths().count("/resume") == 1
+
+
+def test_pause_when_a_request_has_not_begun_on_a_server_without_versions(serve: Serve, connect: Connect) -> None:
+    server = serve(scale_out=False)
+    engine = connect(server, max_connections=1)
+    server.allow(0)
+
+    async def main() -> list[ModelResponse]:
+        # The second waits for the connection of the first, and gets it when the server does nothing any more.
+        tasks = [asyncio.ensure_future(engine.agenerate(make_request([n + 1]))) for n in range(2)]
+        await asyncio.to_thread(server.wait_for, lambda: server.running == 1)
+        await asyncio.to_thread(engine.pause_generation)
+        server.weights = "new"
+        await asyncio.to_thread(engine.weights_updated, 1)
+        await asyncio.to_thread(server.allow, None)
+        await asyncio.to_thread(engine.continue_generation)
+        return list(await asyncio.gather(*tasks))
+
+    for answer in asyncio.run(main()):
+        assert answer.output_versions == [1] * 8
+        expected = logprobs_by_version(answer, {1: "new"})
+        np.testing.assert_allclose(answer.output_logprobs, expected, rtol=0, atol=1e-9)
+    assert engine.export_stats()["retries"] == 0

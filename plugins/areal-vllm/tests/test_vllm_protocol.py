@@ -86,7 +86,7 @@ class OneAnswer:
         self.answer = answer
         self.body: dict[str, Any] = {}
 
-    async def post(self, address: str, path: str, *, body: Any, timeout: float) -> Any:
+    async def generate(self, address: str, path: str, *, body: Any, timeout: float) -> Any:
         self.body = body
         return self.answer
 

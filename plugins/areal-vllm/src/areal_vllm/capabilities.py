@@ -136,6 +136,12 @@ async def discover(
     )
 
 
+async def is_paused(client: Client, address: str, timeout: float) -> bool:
+    """Whether it says so; a paused server answers no request to generate."""
+    answer = await _optional(client, address, "/is_paused", timeout)
+    return isinstance(answer, dict) and answer.get("is_paused") is True
+
+
 async def _optional(client: Client, address: str, path: str, timeout: float) -> Any:
     try:
         return await client.get(address, path, timeout=timeout)

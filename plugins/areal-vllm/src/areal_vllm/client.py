@@ -12,6 +12,8 @@ import aiohttp
 from areal_core.errors import ArealError, BadInputError
 
 _MOST_TEXT = 600
+#: Below the 5 s after which vLLM closes an idle connection, so that no request meets one that is being closed.
+_KEEP_ALIVE = 4.0
 
 
 class ServerGone(ArealError):
@@ -34,20 +36,25 @@ class Client:
     """JSON over HTTP to servers named ``host:port`` or by a URL. Lives in one event loop.
 
     Args:
-        max_connections: most of them to one server; further calls wait.
+        max_connections: most of them to one server for generation; further requests wait. Other calls never do.
         connect_timeout: seconds until a connection must stand.
         api_key: sent as a bearer token.
     """
 
     def __init__(self, *, max_connections: int, connect_timeout: float, api_key: str | None = None) -> None:
-        connector = aiohttp.TCPConnector(limit=0, limit_per_host=max_connections, keepalive_timeout=4.0)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
-        # Proxies of the environment are for the way out, not for the servers of a run.
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers, trust_env=False)
+
+        def session(limit: int) -> aiohttp.ClientSession:
+            connector = aiohttp.TCPConnector(limit=0, limit_per_host=limit, keepalive_timeout=_KEEP_ALIVE)
+            # Proxies of the environment are for the way out, not for the servers of a run.
+            return aiohttp.ClientSession(connector=connector, headers=headers, trust_env=False)
+
+        self._generation, self._control = session(max_connections), session(0)
         self._connect_timeout = connect_timeout
 
     async def close(self) -> None:
-        await self._session.close()
+        await self._generation.close()
+        await self._control.close()
 
     async def get(self, address: str, path: str, *, params: dict[str, str] | None = None, timeout: float) -> Any:
         return await self.call("GET", address, path, params=params, timeout=timeout)
@@ -56,6 +63,10 @@ class Client:
         self, address: str, path: str, *, body: Any = None, params: dict[str, str] | None = None, timeout: float
     ) -> Any:
         return await self.call("POST", address, path, body=body, params=params, timeout=timeout)
+
+    async def generate(self, address: str, path: str, *, body: Any, timeout: float) -> Any:
+        """POST as one of the connections for generation."""
+        return await self._call(self._generation, "POST", address, path, body, None, timeout)
 
     async def call(
         self,
@@ -73,8 +84,20 @@ class Client:
             ServerGone: no connection, a broken one, no answer in time, or broken JSON.
             ServerError, RequestRefused: by its status.
         """
+        return await self._call(self._control, method, address, path, body, params, timeout)
+
+    async def _call(
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        address: str,
+        path: str,
+        body: Any,
+        params: dict[str, str] | None,
+        timeout: float,
+    ) -> Any:
         try:
-            async with self._request(method, address, path, body, params, timeout) as response:
+            async with self._request(session, method, address, path, body, params, timeout) as response:
                 data = await response.read()
                 if response.status >= 400:
                     raise _refusal(address, path, response.status, data)
@@ -93,13 +116,13 @@ class Client:
     async def stream(
         self, address: str, path: str, *, body: Any, timeout: float, on_event: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Hand over the events of a server-sent stream as they come, decoded, up to ``[DONE]``.
+        """Generate: hand over the events of a server-sent stream as they come, decoded, up to ``[DONE]``.
 
         Raises:
             as ``call``; ServerGone also if the stream ends before ``[DONE]``.
         """
         try:
-            async with self._request("POST", address, path, body, None, timeout) as response:
+            async with self._request(self._generation, "POST", address, path, body, None, timeout) as response:
                 if response.status >= 400:
                     raise _refusal(address, path, response.status, await response.read())
                 rest = b""
@@ -119,13 +142,20 @@ class Client:
         raise ServerGone(f"{address}{path} ended its answer in the middle")
 
     def _request(
-        self, method: str, address: str, path: str, body: Any, params: dict[str, str] | None, timeout: float
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        address: str,
+        path: str,
+        body: Any,
+        params: dict[str, str] | None,
+        timeout: float,
     ) -> Any:
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=self._connect_timeout)
         data, headers = None, None
         if body is not None:
             data, headers = json.dumps(body, separators=(",", ":")).encode(), {"Content-Type": "application/json"}
-        return self._session.request(
+        return session.request(
             method, base_url(address) + path, data=data, headers=headers, params=params, timeout=limits
         )
 

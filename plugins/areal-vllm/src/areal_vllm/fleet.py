@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import attrs
 
 from areal_core.errors import ArealError, BadInputError
 from areal_core.logging import getLogger
-from areal_vllm.capabilities import Capabilities, discover
+from areal_vllm.capabilities import Capabilities, discover, is_paused
 from areal_vllm.client import Client, RequestRefused, ServerError, ServerGone
 from areal_vllm.config import VLLMConfig
 from areal_vllm.logprobs import LogprobMode, find_mode
@@ -22,9 +23,10 @@ from areal_vllm.loop import Loop
 from areal_vllm.routing import Replica, Router
 
 _FIRST_LOOKS = 0.5
+_OTHER_FILES = 512
 _PROGRESS_SECONDS = 10.0
-#: Seconds for the answers of aborted requests to come in after the server has said that it paused.
-_ABORT_SECONDS = 5.0
+#: Seconds without an answer after which no more of those to aborted requests are waited for.
+_ABORT_SECONDS = 0.5
 
 logger = getLogger("VLLMEngine")
 
@@ -70,6 +72,7 @@ class Fleet:
 
     async def _open(self) -> None:
         options = self.options
+        _allow_open_files(len(self.replicas) * options.max_connections)
         self.client = Client(
             max_connections=options.max_connections,
             connect_timeout=options.connect_timeout,
@@ -253,8 +256,11 @@ class Fleet:
             return
         if mode == "abort":
             # What has not come back was not computed yet. It is sent again, so that no answer is of two versions.
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(replica.idle.wait(), _ABORT_SECONDS)
+            left = -1
+            while left != len(replica.attempts) and replica.attempts:
+                left = len(replica.attempts)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(replica.idle.wait(), _ABORT_SECONDS)
             for attempt in list(replica.attempts):
                 attempt.lost = True
                 if attempt.task is not None:
@@ -374,6 +380,9 @@ class Fleet:
     async def _join(self, replica: Replica) -> None:
         """Ask a server what it is, and what weights it has."""
         options = self.options
+        if await is_paused(self.client, replica.address, options.control_timeout):
+            logger.warning("%s was paused, perhaps by a run that died: it goes on now", replica.address)
+            await self.client.post(replica.address, "/resume", timeout=options.control_timeout)
         found = await discover(
             self.client,
             replica.address,
@@ -445,3 +454,14 @@ class Fleet:
             f"{r.address} {'has old weights' if r.state == 'stale' else f'is down ({r.reason})'}" for r in self.replicas
         )
         return ArealError(f"no vLLM server is left: {states}")
+
+
+def _allow_open_files(connections: int) -> None:
+    """Raise the soft limit of open files, often 1,024, as far as ``connections`` need it and the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

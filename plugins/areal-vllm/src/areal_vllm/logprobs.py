@@ -147,7 +147,7 @@ async def _candidates(
         "ignore_eos": True,
     }
     if transport == "generate":
-        body = {"model": model, "token_ids": prompt, "sampling_params": {**params, "detokenize": False}}
+        body: dict[str, Any] = {"model": model, "token_ids": prompt, "sampling_params": {**params, "detokenize": False}}
         answer = await client.post(address, PATHS[transport], body=body, timeout=timeout)
         entry = answer["choices"][0]["logprobs"]["content"][0]
         entries = [entry, *entry.get("top_logprobs", ())]

@@ -158,7 +158,7 @@ class Speaker(abc.ABC):
         if call.cache_salt is not None:
             body["cache_salt"] = call.cache_salt
         if call.stream_interval is None:
-            take(await client.post(address, self.path, body=body, timeout=call.timeout))
+            take(await client.generate(address, self.path, body=body, timeout=call.timeout))
         else:
             body["stream"] = True
             await client.stream(address, self.path, body=body, timeout=call.timeout, on_event=take)

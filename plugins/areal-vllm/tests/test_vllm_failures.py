@@ -28,7 +28,7 @@ def assert_sound(answer: ModelResponse, length: int) -> None:
 
 def check(engine: VLLMEngine, number: int) -> bool:
     fleet = engine.fleet
-    return fleet.loop.call(fleet.check(fleet.replicas[number]))
+    return fleet.loop.call(fleet.members.check(fleet.replicas[number]))
 
 
 @pytest.mark.parametrize("scale_out", [True, False])
@@ -174,7 +174,7 @@ def test_agenerate_when_the_only_server_comes_back(serve: Serve, connect: Connec
 
     async def main() -> ModelResponse:
         task = asyncio.ensure_future(engine.agenerate(make_request([3])))
-        while engine.fleet.router.ready:
+        while engine.fleet.members.router.ready:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(server.start)
         return await task
@@ -198,7 +198,7 @@ def test_check_when_a_server_came_back_before_any_update(serve: Serve, connect: 
 def test_check_when_a_server_came_back_with_old_weights(serve: Serve, connect: Connect, ask: Ask) -> None:
     first, second = serve(), serve()
     engine = connect(first, second)
-    engine.fleet._bring_up_to_date = lambda replica: False
+    engine.fleet.members.bring_up_to_date = lambda replica: False
     first.kill()
     check(engine, 0)
     engine.pause_generation()
@@ -233,7 +233,7 @@ def test_check_when_a_server_came_back_and_can_be_updated(serve: Serve, connect:
         )
         return True
 
-    engine.fleet._bring_up_to_date = bring_up_to_date
+    engine.fleet.members.bring_up_to_date = bring_up_to_date
     first.kill()
     check(engine, 0)
     engine.pause_generation()

@@ -93,12 +93,14 @@ class VLLMEngine(InferenceEngine):
                 why_dead=getattr(self._launched, "why_dead", None),
                 bring_up_to_date=self._bring_up_to_date,
             )
-            self._fleet.version = self._version
+            self._fleet.members.version = self._version
             self._fleet.connect()
         except BaseException:
             self.destroy()
             raise
-        self._generator = Generator(self._fleet, self.options, self.stats, keep_kv=self.config.weight_update_keep_kv)
+        self._generator = Generator(
+            self._fleet.members, self.options, self.stats, keep_kv=self.config.weight_update_keep_kv
+        )
 
     def destroy(self) -> None:
         fleet, self._fleet = self._fleet, None
@@ -125,11 +127,11 @@ class VLLMEngine(InferenceEngine):
     @property
     def request_model(self) -> str | None:
         """The name that requests carry, e.g. an adapter's; None: that of the served model."""
-        return self.fleet.request_model
+        return self.fleet.members.request_model
 
     @request_model.setter
     def request_model(self, name: str | None) -> None:
-        self.fleet.request_model = name
+        self.fleet.members.request_model = name
 
     # ------------------------------------------------------------------------------------------- generation
 
@@ -240,7 +242,7 @@ class VLLMEngine(InferenceEngine):
         return bool(weight_update.bring_up_to_date(self, replica))
 
     def set_version(self, version: int) -> None:
-        if self._fleet is not None and self._fleet.version != version:
+        if self._fleet is not None and self._fleet.members.version != version:
             self._fleet.set_version(version, updated=False)
         self._version = version
 
@@ -284,9 +286,9 @@ class VLLMEngine(InferenceEngine):
             return {}
         gauges = {
             "running": float(sum(len(replica.attempts) for replica in self._fleet.replicas)),
-            "servers": float(len(self._fleet.router.ready)),
+            "servers": float(len(self._fleet.members.router.ready)),
         }
-        return {**self.stats.export(dropped_servers=self._fleet.drops), **gauges}
+        return {**self.stats.export(dropped_servers=self._fleet.members.drops), **gauges}
 
 
 def _destroy_if_alive(reference: weakref.ref[VLLMEngine]) -> None:

@@ -14,7 +14,7 @@ from areal_core.errors import ArealError
 from areal_core.logging import getLogger
 from areal_vllm.client import ServerError, ServerGone
 from areal_vllm.config import VLLMConfig
-from areal_vllm.fleet import Fleet
+from areal_vllm.membership import Membership
 from areal_vllm.protocol import SPEAKERS, Call, Part, as_seed, sampling_params
 from areal_vllm.routing import Attempt, Replica
 from areal_vllm.stats import Stats
@@ -80,10 +80,10 @@ class Job:
 
 
 class Generator:
-    """Runs jobs against a fleet, in its loop."""
+    """Runs jobs against the servers, in their event loop."""
 
-    def __init__(self, fleet: Fleet, options: VLLMConfig, stats: Stats, *, keep_kv: bool) -> None:
-        self.fleet, self.options, self.stats = fleet, options, stats
+    def __init__(self, members: Membership, options: VLLMConfig, stats: Stats, *, keep_kv: bool) -> None:
+        self.members, self.options, self.stats = members, options, stats
         self._keep_kv = keep_kv
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
 
@@ -112,12 +112,12 @@ class Generator:
                 raise ArealError(
                     f"request {job.request.rid} was not answered in {job.timeout:g} s (rollout.request_timeout){tried}"
                 )
-            await self.fleet.gate.wait()
-            replica = await self.fleet.acquire(job.cost, None if session is None else str(session), avoid)
-            if not self.fleet.gate.is_set():
+            await self.members.gate.wait()
+            replica = await self.members.acquire(job.cost, None if session is None else str(session), avoid)
+            if not self.members.gate.is_set():
                 continue
             part = Part()
-            attempt = self.fleet.router.begin(replica, job.cost, asyncio.current_task())
+            attempt = self.members.router.begin(replica, job.cost, asyncio.current_task())
             failure: str | None = None
             try:
                 await self._attempt(job, attempt, part)
@@ -130,13 +130,13 @@ class Generator:
                     raise
                 failure = None if replica.state != "down" else replica.reason
             finally:
-                self.fleet.router.end(attempt)
+                self.members.router.end(attempt)
             if failure is None and part.finish in ("stop", "length", "tool_calls"):
                 self._keep(job, attempt, part)
                 return self._finish(job, "stop" if part.finish != "length" else "length")
             # The server failed, or stopped the request: for a pause of ours, or because somebody else told it to.
             self._salvage(job, attempt, part)
-            if failure is None and self.fleet.gate.is_set() and part.finish == "abort":
+            if failure is None and self.members.gate.is_set() and part.finish == "abort":
                 failure = f"{replica.address} aborted the request"
             if failure is None and (not part.tokens or job.can_continue):
                 self.stats.resumed += 1
@@ -150,7 +150,7 @@ class Generator:
             avoid = {replica} if failure is not None else set()
             if failure is not None and not attempt.lost:
                 # Only a look tells a broken connection from a dead server.
-                await self.fleet.check(replica)
+                await self.members.check(replica)
 
     async def _attempt(self, job: Job, attempt: Attempt, part: Part) -> None:
         replica = attempt.replica
@@ -167,7 +167,7 @@ class Generator:
             done=done,
         )
         call = Call(
-            model=self.fleet.request_model or capabilities.model,
+            model=self.members.request_model or capabilities.model,
             prompt=[*job.request.input_ids, *job.tokens],
             params=params,
             request_id=f"areal-{self._prefix}-{next(self._numbers)}",
@@ -177,7 +177,7 @@ class Generator:
             on_tokens=lambda: self._first_token(job),
         )
         self.stats.prefill_tokens += len(call.prompt)
-        await SPEAKERS[capabilities.transport].run(self.fleet.client, replica.address, call, part)
+        await SPEAKERS[capabilities.transport].run(self.members.client, replica.address, call, part)
 
     def _first_token(self, job: Job) -> None:
         if not job.first_token:

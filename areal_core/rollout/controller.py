@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
-import gc
 import json
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.engine_api import InferenceEngine
@@ -17,21 +14,16 @@ from areal_core.api.io_struct import Trajectory
 from areal_core.errors import ArealError
 from areal_core.logging import getLogger
 from areal_core.rollout.build import check_workflow
-from areal_core.rollout.episode import Group, Job, RolloutInterrupted, RolloutResult, read_first_versions
+from areal_core.rollout.entrance import Entrance
+from areal_core.rollout.episode import Group, Job, RolloutResult, read_first_versions
 from areal_core.rollout.ledger import Ledger, OutcomeCallback
-from areal_core.rollout.loop_thread import LoopThread
 from areal_core.rollout.refill import Reserve, RowSource, filtered, mean_reward, settle_for
 from areal_core.rollout.runner import EpisodeRunner, behind_error
 from areal_core.rollout.staleness import StalenessManager
 from areal_core.rollout.stats import nothing_accepted
 
-_POLL_SECONDS = 0.1
 _BARRIER_SECONDS = 30.0
-_CANCEL_SECONDS = 2.0
-_STOP_SECONDS = 5.0
-_ALLOCATIONS = 20_000
 
-T = TypeVar("T")
 logger = getLogger("RolloutController")
 
 
@@ -89,9 +81,7 @@ class RolloutController:
         self._should_stop = should_stop or (lambda: False)
         self._with_supports = with_supports and engine.returns_supports
         self._staleness = StalenessManager(batch_size, config.max_head_offpolicyness)
-        self._wake = threading.Event()
-        self._thread: LoopThread | None = None
-        self._runner: EpisodeRunner | None = None
+        self._entrance: Entrance | None = None
         self._restored: list[dict[str, Any]] = []
         self._serial = 0
         self._ledger = Ledger(on_outcome)
@@ -108,42 +98,34 @@ class RolloutController:
 
     def start(self) -> None:
         """Start the event loop. A controller may be started again after ``stop``."""
-        if self._thread is not None:
+        if self._entrance is not None:
             return
-        thread = LoopThread("rollout", self._loop_ended)
         self._staleness.running = self._staleness.waiting = 0
-        self._runner = EpisodeRunner(
-            thread.loop,
-            self.engine,
-            self.config,
+        make_runner = partial(
+            EpisodeRunner,
+            engine=self.engine,
+            config=self.config,
             seed=self.seed,
             staleness=self._staleness,
             min_members=min(2, self.group_size),
             episodes_per_batch=self.batch_size * self.group_size,
-            notify=self._notify,
             should_accept=self._should_accept,
             should_accept_group=self._should_accept_group,
             with_supports=self._with_supports,
         )
-        self._thread = thread
-        thread.start()
-        # What exists by now (libraries, models) lives as long as the run. Episodes allocate so many small objects that
-        # the garbage collector would look through all of it again and again: a fifth of the rollout's time.
-        gc.freeze()
+        self._entrance = Entrance(lambda loop, notify: make_runner(loop, notify=notify), self._should_stop)
         self._play_restored()
 
     def stop(self) -> None:
         """Cancel everything that runs, and end the thread. May be called twice, and after an error."""
-        thread, runner = self._thread, self._runner
-        if thread is None or runner is None:
+        entrance, self._entrance = self._entrance, None
+        if entrance is None:
             return
-        gc.unfreeze()
-        self._thread = self._runner = None
-        if not thread.end(runner.shut_down(), lambda: runner.progress, _STOP_SECONDS):
+        if not entrance.end():
             logger.warning("the rollout thread does not end: something in an episode blocks the event loop")
             return
         try:
-            self._ledger.report([*runner.dropped, *runner.unused], self.version)
+            self._ledger.report([*entrance.runner.dropped, *entrance.runner.unused], self.version)
         except Exception:
             logger.exception("on_outcome failed while the rollout was stopped")
 
@@ -154,50 +136,15 @@ class RolloutController:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _notify(self) -> None:
-        # Setting an event that is set costs as much as all else at the end of an episode.
-        if not self._wake.is_set():
-            self._wake.set()
-
-    def _loop_ended(self, error: BaseException | None) -> None:
-        if error is not None and self._runner is not None:
-            self._runner.watch.stop_for(error)
-        self._wake.set()
+    @property
+    def _inside(self) -> Entrance:
+        if self._entrance is None:
+            raise RuntimeError("the rollout controller is not started; call start()")
+        return self._entrance
 
     @property
     def _live(self) -> EpisodeRunner:
-        if self._runner is None:
-            raise RuntimeError("the rollout controller is not started; call start()")
-        return self._runner
-
-    def _call(self, fn: Callable[..., T], *args: Any) -> T:
-        """Run ``fn`` in the event loop's thread, and wait for it."""
-        assert self._live and self._thread is not None
-        return self._thread.call(fn, *args)
-
-    def _call_unless(self, should_stop: Callable[[], bool] | None, fn: Callable[..., T], *args: Any) -> T:
-        """As ``_call``, for waiting methods: a workflow may block the event loop."""
-        assert self._live and self._thread is not None
-        return self._thread.call(fn, *args, check=lambda: self._raise_if_told(should_stop))
-
-    def _raise_if_told(self, should_stop: Callable[[], bool] | None) -> None:
-        if self._should_stop() or (should_stop is not None and should_stop()):
-            raise RolloutInterrupted("the run was told to stop while it waited for episodes")
-
-    def _wait(self, done: Callable[[], bool], should_stop: Callable[[], bool] | None, limit: float = 1e18) -> None:
-        """Wait until ``done`` (cheap, reads the runner's counters) or a fatal error, at most ``limit`` seconds."""
-        runner, thread, end = self._live, self._thread, time.monotonic() + limit
-        assert thread is not None
-        with _rare_collections():
-            while True:
-                self._wake.clear()
-                if runner.fatal is not None:
-                    raise runner.fatal
-                if done() or time.monotonic() > end:
-                    return
-                thread.raise_if_dead()
-                self._raise_if_told(should_stop)
-                self._wake.wait(_POLL_SECONDS)
+        return self._inside.runner
 
     # ------------------------------------------------------------------------------------------------ synchronous
 
@@ -305,25 +252,21 @@ class RolloutController:
         return f"row-{self._serial - 1}"
 
     def _play(self, job: Job, should_stop: Callable[[], bool] | None, *, barrier: bool) -> None:
-        runner = self._live
+        inside, run_job = self._inside, self._live.run_job
         try:
             if barrier and job.groups:
                 self.engine.pause_generation()
                 try:
-                    self._call_unless(should_stop, runner.run_job, job)
-                    self._wait(
-                        lambda: job.barrier <= 0, should_stop, min(_BARRIER_SECONDS, self.config.episode_timeout / 2)
-                    )
+                    inside.call_unless(should_stop, run_job, job)
+                    limit = min(_BARRIER_SECONDS, self.config.episode_timeout / 2)
+                    inside.wait(lambda: job.barrier <= 0, should_stop, limit)
                 finally:
                     self.engine.continue_generation()
             else:
-                self._call_unless(should_stop, runner.run_job, job)
-            self._wait(lambda: job.remaining == 0, should_stop)
+                inside.call_unless(should_stop, run_job, job)
+            inside.wait(lambda: job.remaining == 0, should_stop)
         except BaseException:
-            # With a limit: a workflow that blocks the event loop must not keep the run from ending.
-            with contextlib.suppress(concurrent.futures.TimeoutError, ArealError):
-                assert self._thread is not None
-                self._thread.post(runner.cancel_job, job).result(timeout=_CANCEL_SECONDS)
+            inside.cancel(job)
             self._ledger.report(job.groups, self.version)
             raise
 
@@ -347,7 +290,7 @@ class RolloutController:
             return self._next_groups(dataloader, should_stop)
         except ArealError:
             if self._live.fatal is None:
-                self._ledger.report(self._call(self._live.take_dropped), self.version)
+                self._ledger.report(self._inside.call(self._live.take_dropped), self.version)
             raise
 
     def _next_groups(self, dataloader: RowSource, should_stop: Callable[[], bool] | None) -> RolloutResult:
@@ -356,7 +299,7 @@ class RolloutController:
         runner.wanted = self.batch_size
         while True:
             # Asked in the loop's thread, where its counters agree with each other.
-            room = self._call_unless(should_stop, runner.room)
+            room = self._inside.call_unless(should_stop, runner.room)
             rows: list[dict[str, Any]] = []
             # One batch more than there is room for: what ends while the trainer is busy is replaced at once.
             while room and len(rows) < room + self.batch_size:
@@ -370,7 +313,7 @@ class RolloutController:
                 settle_for(count, self.batch_size, filtered(runner.dropped))
             elif count < self.batch_size:
                 continue
-            groups = self._call(runner.take, count)
+            groups = self._inside.call(runner.take, count)
             if groups is not None:
                 # A short batch is a version's batch too: nothing more may start in its place.
                 self._staleness.consumed += self.batch_size - count
@@ -384,8 +327,8 @@ class RolloutController:
             if runner.stuck and len(runner.ready) < count and not other():
                 raise RuntimeError("waiting for episodes while the controller is paused; call resume() first")
 
-        self._wait(lambda: len(runner.ready) >= count or other() or runner.stuck, should_stop)
-        self._call_unless(should_stop, check)
+        self._inside.wait(lambda: len(runner.ready) >= count or other() or runner.stuck, should_stop)
+        self._inside.call_unless(should_stop, check)
 
     def _raise_if_hopeless(self) -> None:
         """Refilling must not go on for ever where, say, the reward always raises."""
@@ -413,10 +356,10 @@ class RolloutController:
         runner.wanted = count
         while True:
             self._wait_for_groups(count, lambda: self._under_way() < count, should_stop)
-            groups = self._call(runner.take, count) if len(runner.ready) >= count else None
+            groups = self._inside.call(runner.take, count) if len(runner.ready) >= count else None
             if groups is not None:
                 return self._finish_async(groups, start)
-            under_way = self._call(self._under_way)
+            under_way = self._inside.call(self._under_way)
             if under_way < count:
                 raise ArealError(
                     f"cannot wait for {count} groups: {under_way} are under way (the others were consumed, "
@@ -426,25 +369,25 @@ class RolloutController:
     def drain(self, *, should_stop: Callable[[], bool] | None = None) -> None:
         """Wait until no submitted episode runs. Rows that have not started stay queued; results stay for ``wait``."""
         runner = self._live
-        was_paused = self._call(runner.hold)
+        was_paused = self._inside.call(runner.hold)
         try:
-            self._wait(lambda: not runner.inside, should_stop)
+            self._inside.wait(lambda: not runner.inside, should_stop)
         finally:
-            self._call(runner.release, was_paused)
+            self._inside.call(runner.release, was_paused)
 
     def pause(self) -> None:
         """Start no submitted episode until ``resume``; those that run go on, and so do batches and evaluations."""
-        self._call(self._live.pause)
+        self._inside.call(self._live.pause)
 
     def resume(self) -> None:
-        self._call(self._live.resume)
+        self._inside.call(self._live.resume)
 
     def set_version(self, version: int) -> None:
         """The trainer works on the step for ``version`` from now on. Tell the engine first."""
-        if self._runner is None:
+        if self._entrance is None:
             self._staleness.set_version(version)
         else:
-            self._call(self._runner.set_version, version)
+            self._entrance.call(self._entrance.runner.set_version, version)
 
     def _under_way(self) -> int:
         runner = self._live
@@ -452,10 +395,10 @@ class RolloutController:
 
     def _submit(self, rows: Iterable[Mapping[str, Any]]) -> None:
         groups = [Group(r, self._uid(r, "train", 0), self.group_size, self.workflow, "train") for r in rows]
-        self._call(self._live.submit, groups)
+        self._inside.call(self._live.submit, groups)
 
     def _finish_async(self, groups: list[Group], start: float) -> RolloutResult:
-        return self._collect(groups, "rollout", start, self._call(self._live.take_dropped))
+        return self._collect(groups, "rollout", start, self._inside.call(self._live.take_dropped))
 
     # --------------------------------------------------------------------------------------------------- results
 
@@ -490,7 +433,7 @@ class RolloutController:
     def export_stats(self) -> dict[str, float]:
         """Totals since the start of the controller, and queue sizes."""
         stats = self._ledger.export_totals()
-        if self._runner is not None:
+        if self._entrance is not None:
             stats.update(self._queue_stats())
         return stats
 
@@ -502,7 +445,7 @@ class RolloutController:
         Raises:
             ArealError: if such a row holds values that JSON cannot.
         """
-        rows = self._restored if self._runner is None else self._call(self._runner.unfinished_rows)
+        rows = self._restored if self._entrance is None else self._entrance.call(self._live.unfinished_rows)
         rows = [*rows, *self._reserve.rows]
         try:
             rows = json.loads(json.dumps(rows))
@@ -518,14 +461,14 @@ class RolloutController:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken. Before ``start``, or while nothing is under way."""
-        if self._runner is not None and self._under_way():
+        if self._entrance is not None and self._under_way():
             raise RuntimeError("load_state_dict while episodes are under way")
         self._staleness.version, self._staleness.consumed = int(state["version"]), int(state["consumed"])
         self._serial = int(state.get("serial", 0))
         self._ledger.load_state_dict(state.get("totals", {}))
         self._restored = [dict(row) for row in state["rows"]]
         self._reserve.rows.clear()
-        if self._runner is not None:
+        if self._entrance is not None:
             self._play_restored()
 
     def _play_restored(self) -> None:
@@ -535,15 +478,3 @@ class RolloutController:
             self._reserve.rows.extend(rows)
         elif rows:
             self._submit(rows)
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Episodes allocate much and leave hardly a reference cycle: the collector may look less often meanwhile."""
-    youngest, *others = gc.get_threshold()
-    if youngest:
-        gc.set_threshold(max(youngest, _ALLOCATIONS), *others)
-    try:
-        yield
-    finally:
-        gc.set_threshold(youngest, *others)

@@ -644,7 +644,7 @@ def test_stop_when_groups_are_unused_or_running_reports_their_episodes_as_cancel
 
 
 def test_wait_when_a_workflow_blocks_the_event_loop_still_ends(start, monkeypatch):
-    monkeypatch.setattr("areal_core.rollout.controller._CANCEL_SECONDS", 0.1)
+    monkeypatch.setattr("areal_core.rollout.entrance._CANCEL_SECONDS", 0.1)
     free = threading.Event()
 
     class Blocking(Workflow):

@@ -247,7 +247,8 @@ class TrainEngine(abc.ABC):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 ``[S, V]``: the logits, over the temperature, of some of the ``hidden_states`` ``[S, H]``; no gradient.
 
-        Every rank has called ``hidden_states`` before; this call is local.
+        Every rank has called ``hidden_states`` before. The ranks of tensor parallelism call this together, with equal
+        states; else the call is local.
         """
         raise BadInputError(f"{type(self).__name__} gives no logits; use another engine, such as fsdp.")
 

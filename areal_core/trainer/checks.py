@@ -86,12 +86,13 @@ def _check_distill(config: DistillConfig) -> None:
                 "distill needs models that already write text; train them first with `trainer: sft`.",
                 key=f"{key}.init_from_scratch",
             )
-        mesh = model.parsed_backend.parallel
-        if mesh.data != mesh.world_size:
-            raise ConfigError(
-                f"{mesh}: a loss over the whole vocabulary needs a mesh with d alone, such as fsdp:d2.",
-                key=f"{key}.backend",
-            )
+    meshes = [model.parsed_backend.parallel for model in (config.actor, config.teacher)]
+    if meshes[0] != meshes[1]:
+        raise ConfigError(
+            f"is on the mesh {meshes[1]}, but the actor on {meshes[0]}. Logits of the same tokens are compared, so use "
+            "the actor's mesh.",
+            key="teacher.backend",
+        )
     if config.gconfig.is_greedy:
         raise ConfigError(
             "training needs samples, but decoding is greedy. Set gconfig.temperature > 0.", key="gconfig.temperature"

@@ -225,20 +225,41 @@ def test_check_when_distillation_is_misconfigured_names_the_key(
     assert caught.value.key == key
 
 
-def test_check_when_the_vocabulary_would_be_split_names_the_key(distill_plain: dict[str, Any], tmp_path: Path) -> None:
+def test_check_when_the_teacher_lies_on_another_mesh_names_the_key(
+    distill_plain: dict[str, Any], tmp_path: Path
+) -> None:
     path = write_yaml(tmp_path / "run.yaml", distill_plain)
-    config = load_run_config(path, ["actor.backend=fsdp:t2", "teacher.backend=fsdp:t2"])
-    with pytest.raises(ConfigError, match=r"a mesh with d alone"):
+    config = load_run_config(path, ["actor.backend=fsdp:c2", "teacher.backend=fsdp:t2"])
+    with pytest.raises(ConfigError, match=r"the actor on \S*c2.*use the actor's mesh") as caught:
         check_run(config, 2)
+    assert caught.value.key == "teacher.backend"
 
 
 @pytest.mark.slow
-def test_distill_on_two_ranks_equals_one(distill_plain: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["d2", "t2", "c2"])
+def test_distill_on_two_ranks_equals_one(
+    mesh: str, distill_plain: dict[str, Any], base_model: Path, tmp_path: Path
+) -> None:
+    # Arrange: heads that can be split, and a vocabulary that cannot be split evenly.
+    for seed, (key, width) in enumerate({"actor": 32, "teacher": 48}.items()):
+        model = random_model(
+            tmp_path / key,
+            base_model,
+            seed=seed,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_key_value_heads=2,
+            vocab_size=601,
+        )
+        distill_plain[key]["path"] = str(model)
+    distill_plain["total_train_steps"] = 1
+    distill_plain["actor"]["fsdp"] = {"logits_chunk_tokens": 5}
+    distill_plain["divergence"] = "jsd"
     path = write_yaml(tmp_path / "run.yaml", distill_plain)
 
     # Act
     one = areal("train", path, "run.name=one")
-    two = torchrun(2, "train", path, "run.name=two", "actor.backend=fsdp:d2", "teacher.backend=fsdp:d2")
+    two = torchrun(2, "train", path, "run.name=two", f"actor.backend=fsdp:{mesh}", f"teacher.backend=fsdp:{mesh}")
 
     # Assert
     assert one.returncode == 0, one.stderr

@@ -212,6 +212,8 @@ def hidden_batch(engine: FSDPEngine, batch: PackedBatch) -> torch.Tensor:
                 at = _token_places(batch, indices, engine.device)[inputs.token_index]
                 out[at] = hidden[: len(at)]
     assert out is not None, "there is always a micro-batch"
+    if engine.mesh.cp_group is not None:  # each of its ranks has the states of its own rows
+        dist.all_reduce(out, group=engine.mesh.cp_group)
     return out
 
 

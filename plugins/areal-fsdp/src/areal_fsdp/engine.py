@@ -285,13 +285,13 @@ class FSDPEngine(TrainEngine):
         logits_fn: LogitsFn | None,
     ) -> BatchRun:
         if logits_fn is not None:
-            self._check_whole_vocabulary()
+            self._check_has_logits()
             if with_entropy:
                 raise ValueError("with_entropy: not together with logits_fn")
         return BatchRun(self, batch, loss_fn, loss_weight_fn, with_entropy, logits_fn)
 
     def hidden_states(self, batch: PackedBatch) -> torch.Tensor:
-        self._check_whole_vocabulary()
+        self._check_has_logits()
         self.ready().eval()
         return hidden_batch(self, batch)
 
@@ -304,13 +304,9 @@ class FSDPEngine(TrainEngine):
         with autocast(self):
             return scorer.logits(hidden.to(self.compute_dtype)).float() / scorer.temperature
 
-    def _check_whole_vocabulary(self) -> None:
+    def _check_has_logits(self) -> None:
         if self.is_critic:
             raise BadInputError(f"{self.role}: a scalar head has no logits.")
-        if self.mesh.tp_size * self.mesh.cp_size > 1:
-            raise BadInputError(
-                f"{self.role}.backend: losses of whole logits need a mesh without t and c, such as fsdp:dN."
-            )
 
     def lr_scheduler_step(self) -> None:
         if self.schedule is not None:

@@ -20,7 +20,7 @@ from areal_fsdp.linear_logprobs import LOGITS_AT_ONCE, linear_logprobs
 from areal_fsdp.support import TokenSupports, support_logprobs
 from areal_fsdp.tensor_parallel import TensorParallel
 from areal_fsdp.ulysses import Ulysses
-from areal_fsdp.vocab_parallel import vocab_parallel_logprobs
+from areal_fsdp.vocab_parallel import vocab_parallel_logprobs, whole_vocabulary
 
 #: ``(logits fp32 [C, V], index of the predicted tokens int64 [C]) -> fp32 [C]``.
 ChunkFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -113,7 +113,8 @@ class Scorer(nn.Module):
             out, entropy = self.model.score(selected)[:, 0].float(), None
         else:
             if empty:
-                out, entropy = self._logprobs(selected, targets, with_entropy)
+                # Something in the place of what ``logits_fn`` gives: other ranks may have tokens to add it up with.
+                out, entropy = self._logprobs(selected, targets, with_entropy or logits_fn is not None)
             else:
                 out, entropy = self._logprobs(
                     selected, targets, with_entropy, logits_fn, inputs.token_index, inputs.supports
@@ -200,8 +201,10 @@ class Scorer(nn.Module):
         return logprobs, torch.cat([part[1] for part in parts]) if with_entropy or logits_fn else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[S, V]`` of hidden states ``[S, H]``."""
-        return self.head.logits(hidden)
+        """``[S, V]`` of hidden states ``[S, H]``; ranks of tensor parallelism call this together, with equal rows."""
+        logits = self.head.logits(hidden)
+        parallel = self.tensor_parallel
+        return logits if parallel is None else whole_vocabulary(logits, parallel.vocab_size, parallel.group)
 
     def _part_of_vocabulary(self) -> dict[str, Any]:
         """With tensor parallelism: where this rank's part starts, and the ranks that have the others."""
@@ -217,10 +220,10 @@ class Scorer(nn.Module):
         token_index: torch.Tensor,
         supports: TokenSupports | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = self.logits(hidden)
         if logits_fn is not None:
-            scaled = logits.float() / self.temperature
+            scaled = self.logits(hidden).float() / self.temperature
             return token_logprobs(scaled, targets, 1.0, False)[0], logits_fn(scaled, token_index)
+        logits = self.head.logits(hidden)
         if supports is None:
             return self._over_vocabulary(logits, targets, with_entropy)
         logprobs, entropy = support_logprobs(

@@ -81,12 +81,14 @@ class TensorParallel:
     Attributes:
         sequence_parallel: the hidden states between blocks, and those that the decoder returns, are this rank's rows.
         vocab_start: first token id of the logits that this rank's head computes.
+        vocab_size: entries of all ranks together; 0 without such a head.
     """
 
     group: dist.ProcessGroup
     ranks: int
     sequence_parallel: bool
     vocab_start: int
+    vocab_size: int
 
     def whole_hidden(self, hidden: torch.Tensor, *, split_head: bool) -> torch.Tensor:
         """All rows ``[N, W]`` of the decoder's hidden states, for a head that is split over the vocabulary or not."""
@@ -120,18 +122,19 @@ class _Parallelizer:
         styles = self._styles(decoder)
         blocks = self._blocks(decoder, styles)
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        vocab_start = 0
+        vocab_start = vocab_size = 0
         for module in _leaves(embedding):
             self._vocab_embedding(module)
         for module, style in styles:
             {"colwise": self._colwise, "rowwise": self._rowwise}.get(style, self._per_head)(module)
         if head is not None:
             self._colwise(head, even=False)
-            vocab_start = vocab_range(_rows_of(head), self.rank, self.ranks)[0]
+            vocab_size = _rows_of(head)
+            vocab_start = vocab_range(vocab_size, self.rank, self.ranks)[0]
         for block in blocks:
             block.register_forward_pre_hook(self._whole_input, with_kwargs=True)
         self._rest(blocks, after_gather=getattr(self.model, "score", None))
-        return TensorParallel(self.group, self.ranks, self.sequence_parallel, vocab_start)
+        return TensorParallel(self.group, self.ranks, self.sequence_parallel, vocab_start, vocab_size)
 
     # ------------------------------------------------------------------------------------- what the plan covers
 

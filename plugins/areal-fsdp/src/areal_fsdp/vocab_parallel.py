@@ -1,4 +1,4 @@
-"""Log-probs and entropy where each rank has the logits of a part of the vocabulary. Logits are never gathered."""
+"""Log-probs and entropy where each rank has the logits of a part of the vocabulary, and all of their logits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+
+from areal_fsdp.exchange import gather_rows
 
 
 def vocab_range(vocab_size: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -83,3 +86,18 @@ def vocab_parallel_logprobs(
         logits = logits / temperature
     logprobs, entropy = _VocabParallelLogprobs.apply(logits, targets, start, group, with_entropy)
     return logprobs, entropy if with_entropy else None
+
+
+def whole_vocabulary(logits: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """All ranks' logits, for what needs them at once; log-probs do not.
+
+    Args:
+        logits: ``[S, V_local]``: this rank's part, as ``vocab_range`` cuts it; ``S`` is equal on all ranks.
+        size: ``V``.
+
+    Returns:
+        ``[S, V]``, equal on all ranks, which must go on with equal computations.
+    """
+    longest = vocab_range(size, 0, dist.get_world_size(group))[1]
+    padded = F.pad(logits.T, (0, 0, 0, longest - logits.shape[-1]))
+    return gather_rows(padded, group, partial=False)[:size].T

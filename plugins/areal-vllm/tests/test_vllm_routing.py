@@ -69,6 +69,16 @@ def test_choose_when_the_home_is_overloaded() -> None:
     assert router.choose(10, "episode") is home
 
 
+def test_choose_when_the_home_has_little_to_do_though_another_has_nothing() -> None:
+    servers = replicas(2)
+    router = Router(servers)
+    home = router.choose(10, "episode")
+    assert home is not None
+    router.begin(home, 80)
+
+    assert router.choose(10, "episode") is home
+
+
 def test_choose_when_the_home_is_down() -> None:
     servers = replicas(2)
     router = Router(servers)

@@ -67,8 +67,8 @@ class Attempt:
 class Router:
     """Least outstanding tokens first; the turns of an episode stay with the server that has their prefix.
 
-    An episode moves when its server has more than ``slack`` times the tokens of the least busy one: its prefix is worth
-    less than the wait then.
+    An episode moves when its server has more than ``slack`` times the tokens of the least busy one, and ``patience``
+    requests of that size more: its prefix is worth less than the wait then.
 
     Args:
         replicas: all servers; those that are ``ready`` are chosen from.
@@ -76,6 +76,7 @@ class Router:
     """
 
     slack = 2.0
+    patience = 8
 
     def __init__(self, replicas: list[Replica], most_sessions: int = 65536) -> None:
         self.replicas = replicas
@@ -100,13 +101,17 @@ class Router:
         if session is None:
             return least
         home = self._homes.get(session)
-        if home is None or home not in candidates or home.outstanding > self.slack * least.outstanding + tokens:
+        if home is None or home not in candidates or self._is_overloaded(home, least, tokens):
             home = least
         self._homes[session] = home
         self._homes.move_to_end(session)
         if len(self._homes) > self._most_sessions:
             self._homes.popitem(last=False)
         return home
+
+    def _is_overloaded(self, home: Replica, least: Replica, tokens: int) -> bool:
+        excess = home.outstanding - least.outstanding
+        return excess > max((self.slack - 1) * least.outstanding, self.patience * tokens)
 
     def begin(self, replica: Replica, tokens: int, task: asyncio.Task[Any] | None = None) -> Attempt:
         attempt = Attempt(replica, tokens, task, updates=replica.updates, version=replica.version)

@@ -26,7 +26,7 @@ from areal_core.api.load import load_run_config
 from areal_core.errors import ArealError, BadInputError
 from areal_core.runs.run_dir import list_checkpoints
 from areal_core.trainer.run import train
-from areal_fsdp import export
+from areal_fsdp import hf_folder
 
 
 def assert_equal_weights(found: Path, expected: Path) -> None:
@@ -73,7 +73,7 @@ def test_train_when_disk_fills_up_fails_clearly_and_resumes_from_the_last_checkp
 ) -> None:
     # Arrange: room for one checkpoint, then none.
     straight = run("straight")
-    check_empty = export.check_empty
+    check_empty = hf_folder.check_empty
 
     def plant(path: Path) -> None:
         check_empty(path)
@@ -83,7 +83,7 @@ def test_train_when_disk_fills_up_fails_clearly_and_resumes_from_the_last_checkp
 
     # Act
     with monkeypatch.context() as patch:
-        patch.setattr(export, "check_empty", plant)
+        patch.setattr(hf_folder, "check_empty", plant)
         with pytest.raises(
             ArealError, match=r"step 2 could not be written.*No space left.*step-000001 is the last"
         ) as e:

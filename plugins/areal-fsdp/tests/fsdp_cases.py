@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,22 @@ def make_engine(
     torch.manual_seed(seed)
     engine.initialize(ft_spec, role=role)
     return engine
+
+
+class LiveBytes:
+    """Counts bytes of tensors from when they are added until nobody holds them."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = self.largest = 0
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        weakref.finalize(tensor, self._gone, tensor.nbytes)
+        self.now += tensor.nbytes
+        self.peak, self.largest = max(self.peak, self.now), max(self.largest, tensor.nbytes)
+        return tensor
+
+    def _gone(self, nbytes: int) -> None:
+        self.now -= nbytes
 
 
 def sgd(**fields: Any) -> OptimizerConfig:

@@ -5,12 +5,15 @@ Usage: fsdp_state_worker.py MODELS_FOLDER OUTPUT_FOLDER CASE...
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import fsdp_cases as cases
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -18,7 +21,8 @@ from safetensors.torch import save_file
 from areal_core.api.configs import LoRAConfig
 from areal_core.api.io_struct import SaveLoadMeta
 from areal_core.errors import ArealError
-from areal_fsdp import export
+from areal_fsdp import export, hf_folder
+from areal_fsdp.config import FSDPConfig
 
 
 def everyone(value: Any) -> list[Any]:
@@ -67,6 +71,8 @@ def run_case(name: str, models: Path, out: Path) -> tuple[dict[str, Any], dict[s
         return optimizer_steps(models, arch, backend)
     if kind == "background":
         return background(models / arch, backend, out)
+    if kind == "export":
+        return export_in_files(models / arch, backend, out)
     if kind == "memory":
         Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
         before = host_memory("VmRSS")
@@ -86,6 +92,34 @@ def optimizer_steps(models: Path, kind: str, backend: str) -> tuple[dict[str, An
             batch = batch.select(parts[dist.get_rank()])
         engine.train_batch(batch, cases.policy_loss, cases.token_weight)
     return {}, cases.parameters_of(engine)
+
+
+def export_in_files(folder: Path, backend: str, out: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Save in files of 20 KB, and count what every rank holds meanwhile; then onto a disk that gets full."""
+    engine = cases.make_engine(folder, backend=backend, options=FSDPConfig(max_shard_size="20KB"))
+    live, plain = cases.LiveBytes(), export.full
+    export.full = lambda value: live.add(plain(value))
+    engine.save(SaveLoadMeta(path=out / "export"))
+    peaks = everyone([live.peak, live.largest, live.now])
+    export.full = plain
+
+    save_file = safetensors.torch.save_file
+
+    def save_first_alone(tensors: Any, path: Path, **keywords: Any) -> None:
+        if "00001" not in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_file(tensors, path, **keywords)
+
+    safetensors.torch.save_file = save_first_alone
+    try:
+        engine.save(SaveLoadMeta(path=out / "export-full"))
+    except ArealError as error:
+        message = str(error)
+    else:
+        message = "nothing"
+    safetensors.torch.save_file = save_file
+    # The ranks are still in step.
+    return {"peaks": peaks, "messages": everyone(message)}, cases.parameters_of(engine)
 
 
 def background(folder: Path, backend: str, out: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -113,10 +147,10 @@ def background(folder: Path, backend: str, out: Path) -> tuple[dict[str, Any], d
         full.path.mkdir()
         (full.path / "__1_0.distcp").symlink_to("/dev/full")
     dist.barrier()
-    check_empty = export.check_empty
-    export.check_empty = lambda path: None
+    check_empty = hf_folder.check_empty
+    hf_folder.check_empty = lambda path: None
     engine.save(full)
-    export.check_empty = check_empty
+    hf_folder.check_empty = check_empty
     train(1)
     try:
         engine.finish_saving()

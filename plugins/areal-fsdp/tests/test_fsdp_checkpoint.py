@@ -220,8 +220,10 @@ def test_update_weights_when_disk_expected_whole_folder_twice(tmp_path: Path) ->
     assert torch.equal(logits_of(tmp_path / "weights" / "update", ids), logits_of(folder, ids))
 
 
-def test_connect_engine_when_distributed_expected_clear_error(tmp_path: Path) -> None:
+def test_connect_engine_when_distributed_to_an_engine_in_this_process_expected_clear_error(tmp_path: Path) -> None:
     engine = cases.make_engine(cases.make_folder("qwen2", tmp_path / "model"))
+    receiver: Any = Receiver()
+    receiver.weight_receivers = list
 
-    with pytest.raises(BadInputError, match="'memory'"):
-        engine.connect_engine(None, WeightUpdateMeta(type="distributed"))
+    with pytest.raises(BadInputError, match=r"weight_update\.type: Receiver takes no weights .* Use 'disk'"):
+        engine.connect_engine(receiver, WeightUpdateMeta(type="distributed"))

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from areal_core.api.configs import LoRAConfig, OptimizerConfig
 from areal_core.api.io_struct import SaveLoadMeta
 from areal_core.errors import ArealError, BadInputError
-from areal_fsdp import export
+from areal_fsdp import hf_folder
 from areal_fsdp.dcp_reader import SafeReader, read_metadata
 from areal_fsdp.save_process import SaveProcess
 
@@ -39,14 +39,14 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """The file of tensors of every checkpoint is /dev/full, where the kernel says that no space is left."""
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
-    check_empty = export.check_empty
+    check_empty = hf_folder.check_empty
 
     def plant(path: Path) -> None:
         check_empty(path)
         path.mkdir(parents=True)
         (path / "__0_0.distcp").symlink_to("/dev/full")
 
-    monkeypatch.setattr(export, "check_empty", plant)
+    monkeypatch.setattr(hf_folder, "check_empty", plant)
 
 
 @pytest.fixture

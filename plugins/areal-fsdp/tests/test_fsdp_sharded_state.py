@@ -30,6 +30,7 @@ CASES = [
     *(f"bad-{name}" for name in BAD),
     *(f"optimizer-{name}" for name in cases.OPTIMIZERS),
     "background-qwen3",
+    "export-qwen3",
 ]
 
 
@@ -223,3 +224,26 @@ def test_save_when_in_background_on_two_ranks_expected_state_of_the_call(models:
     engine = cases.make_engine(models / "qwen3", optimizer=cases.sgd(lr=0.1, momentum=0.9))
     engine.load(SaveLoadMeta(path=two_ranks / "background", weight_format="dcp", with_optim=True))
     assert all(torch.equal(expected[k], v) for k, v in cases.parameters_of(engine).items())
+
+
+def test_save_hf_when_sharded_expected_no_more_than_a_file_and_a_parameter_in_memory(
+    models: Path, two_ranks: Path
+) -> None:
+    result, expected = results(two_ranks, "export-qwen3")
+
+    (first, largest, left), (other, *_, other_left) = result["peaks"]
+    total = sum(value.nbytes for value in expected.values())
+    assert largest < 20_000 and total > 3 * (20_000 + largest)  # there is something to stream
+    assert largest < first <= 20_000 + largest  # rank 0 holds a file
+    assert other <= 2 * largest  # the others what is being gathered, and the one before
+    assert left == other_left == 0
+    saved = cases.load_reference(two_ranks / "export", dtype=torch.float32)
+    assert all(torch.equal(value, expected[name]) for name, value in saved.named_parameters())
+
+
+def test_save_hf_when_disk_gets_full_within_expected_error_on_every_rank(two_ranks: Path) -> None:
+    result, _ = results(two_ranks, "export-qwen3")
+
+    first, second = result["messages"]
+    assert re.search(r"export-full: cannot write .*No space left on device", first)
+    assert second == f"rank 0 failed: ArealError: {first}"

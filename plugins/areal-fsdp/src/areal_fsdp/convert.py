@@ -11,6 +11,7 @@ from areal_core.api.configs import TrainEngineConfig
 from areal_core.errors import BadInputError
 from areal_fsdp import checkpoint, export, loading, lora
 from areal_fsdp.config import FSDPConfig
+from areal_fsdp.hf_folder import write_hf_folder
 
 _CPU = torch.device("cpu")
 
@@ -37,9 +38,9 @@ def _to_hf(source: Path, target: Path, folder: Path, config: TrainEngineConfig, 
         lora.add_lora(model, config.lora)
     checkpoint.load_state(source, model, None, rank=0, device=_CPU)
     options: FSDPConfig = config.options or FSDPConfig()
-    export.write_hf_folder(
+    write_hf_folder(
         model,
-        dict(export.hf_tensors(model)),
+        export.hf_tensors(model),
         target,
         tokenizer=_tokenizer(folder, config),
         max_shard_size=options.max_shard_size,

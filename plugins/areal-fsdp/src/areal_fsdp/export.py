@@ -1,10 +1,7 @@
-"""Weights by their Hugging Face names: streamed, written to a folder, and read back."""
+"""Weights by their Hugging Face names: streamed, and read back."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,6 @@ from areal_fsdp.lora import lora_layers, merged_weight
 from areal_fsdp.low_precision import local
 from areal_fsdp.shards import local_part
 
-#: What a vision-language model needs beside its tokenizer; training does not change it.
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _SAVED, _ORIGINAL, _BASE = ".modules_to_save.default", ".original_module", ".base_layer"
 
 
@@ -59,6 +54,26 @@ def hf_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             a, b = full(layer.lora_A["default"].weight), full(layer.lora_B["default"].weight)
             weight = merged_weight(layer, weight, a, b)
         yield name, weight
+        # Not to be held while the next one is gathered.
+        del weight
+
+
+def streamed_layout(model: Any) -> dict[str, torch.Tensor] | None:
+    """What ``checkpoint_tensors`` gives, in its order, on the meta device. Local: nothing is gathered.
+
+    Returns:
+        None if the layout of the files cannot be made of one tensor at a time.
+    """
+    shapes = {name: _meta(value) for name, value in hf_parameters(model).items()}
+    layout = {name: _meta(value) for entry in shapes.items() for name, value in _one_by_its_file_name(model, entry)}
+    whole = shapes if lora_layers(model) else checkpoint_names(model, shapes)
+    same = {name: value.shape for name, value in layout.items()} == {n: value.shape for n, value in whole.items()}
+    return layout if same else None
+
+
+def _meta(value: torch.Tensor) -> torch.Tensor:
+    """Of the same shape and type, and no view of anything: its size is its own."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def checkpoint_specs(model: Any) -> list[tuple[str, list[int], str]]:
@@ -67,99 +82,34 @@ def checkpoint_specs(model: Any) -> list[tuple[str, list[int], str]]:
     Raises:
         BadInputError: if the layout of the files cannot be made of one tensor at a time.
     """
-    shapes = {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in hf_parameters(model).items()
-    }
-    specs = {name: value for entry in shapes.items() for name, value in _one_by_its_file_name(model, entry)}
-    whole = shapes if lora_layers(model) else _checkpoint_names(model, shapes)
-    if {name: value.shape for name, value in specs.items()} != {name: value.shape for name, value in whole.items()}:
+    layout = streamed_layout(model)
+    if layout is None:
         raise BadInputError(
             f"weight_update.type: the weights of {type(model).__name__} cannot be sent one at a time, because their "
             "files hold some of them in another layout. Use 'disk'."
         )
-    return [(name, list(value.shape), dtype_name(value)) for name, value in specs.items()]
+    return [(name, list(value.shape), dtype_name(value)) for name, value in layout.items()]
 
 
 def checkpoint_tensors(model: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """``hf_tensors`` by the names and in the layout that the files of a Hugging Face folder have."""
     for entry in tensors:
         yield from _one_by_its_file_name(model, entry)
+        del entry
 
 
 def _one_by_its_file_name(model: Any, entry: tuple[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     if lora_layers(model):
         yield entry
     else:
-        yield from _checkpoint_names(model, dict([entry])).items()
+        yield from checkpoint_names(model, dict([entry])).items()
 
 
-def write_hf_folder(
-    model: Any, tensors: dict[str, torch.Tensor], path: Path, *, tokenizer: Any, max_shard_size: str, source: Path
-) -> None:
-    """Write safetensors (with an index if sharded), config, generation config and tokenizer. On one rank only.
-
-    What configures the images' processor is copied from the folder ``source`` that the model was loaded from.
-
-    Raises:
-        BadInputError: if the folder holds something.
-    """
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-
-    path.mkdir(parents=True, exist_ok=True)
-    if not lora_layers(model):
-        tensors = _checkpoint_names(model, tensors)
-    plan = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
-    for filename, names in plan.filename_to_tensors.items():
-        shard = {name: tensors[name].contiguous() for name in names}
-        save_file(shard, path / filename, metadata={"format": "pt"})
-        _fsync(path / filename)
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    model.config.architectures = [type(model).__name__]
-    use_cache, model.config.use_cache = model.config.use_cache, True
-    model.config.save_pretrained(path)
-    model.config.use_cache = use_cache
-    for filename in plan.filename_to_tensors:
-        # safetensors writes files that only their owner can read.
-        shutil.copymode(path / "config.json", path / filename)
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None:
-        generation_config.save_pretrained(path)
-    if getattr(model.config, "auto_map", None):
-        for code in source.glob("*.py"):
-            shutil.copy(code, path / code.name)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(path)
-    for name in _PROCESSOR_FILES:
-        if (source / name).is_file() and not (path / name).exists():
-            shutil.copy(source / name, path / name)
-
-
-def _checkpoint_names(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def checkpoint_names(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Undo what transformers does to names and layouts on loading (e.g. the experts of one layer in one tensor)."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, tensors))
-
-
-def check_empty(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise BadInputError(f"{path}: not an empty folder. Save to a new one.")
-
-
-def replace_folder(partial: Path, path: Path) -> None:
-    """Put a finished folder in its place; a reader sees the old one or the new one, whole."""
-    _fsync(partial)
-    if path.exists():
-        old = path.with_name(f".{path.name}.old-{os.getpid()}")
-        path.rename(old)
-        partial.rename(path)
-        shutil.rmtree(old)
-    else:
-        partial.rename(path)
-    _fsync(path.parent)
 
 
 def check_fits(model: nn.Module, source: nn.Module, *, where: Path) -> None:
@@ -199,11 +149,3 @@ def copy_into(
             local(value).copy_(local_part(whole, value))
         for layer in lora_layers(model).values():
             layer.lora_B["default"].weight.zero_()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

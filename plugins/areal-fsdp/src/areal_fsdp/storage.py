@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from areal_core.api.io_struct import SaveLoadMeta
 from areal_core.errors import ArealError, BadInputError
-from areal_fsdp import checkpoint, comm, export, loading, lora
+from areal_fsdp import checkpoint, comm, export, hf_folder, loading, lora
 from areal_fsdp.background import save_error
 from areal_fsdp.save_process import shared_save_process
 
@@ -125,14 +124,11 @@ def save_hf(engine: FSDPEngine, path: Path, *, tokenizer: Any) -> None:
     """Write the weights, adapters merged, in Hugging Face layout."""
     scorer = engine.ready()
     _check_save_path(engine, path)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in export.hf_tensors(scorer.model):
-        if engine.mesh.rank == 0:
-            tensors[name] = tensor.cpu()
+    tensors = export.hf_tensors(scorer.model)
     error: Exception | None = None
     try:
         if engine.mesh.rank == 0:
-            export.write_hf_folder(
+            hf_folder.write_hf_folder(
                 scorer.model,
                 tensors,
                 path,
@@ -144,6 +140,9 @@ def save_hf(engine: FSDPEngine, path: Path, *, tokenizer: Any) -> None:
         error = caught
     except Exception as caught:
         error = save_error(path, caught)
+    # The other ranks, and this one after an error, take part in what is left of the gathering.
+    for _ in tensors:
+        pass
     comm.raise_together(error, engine.mesh.world, engine.device)
 
 
@@ -159,7 +158,7 @@ def _check_save_path(engine: FSDPEngine, path: Path) -> None:
     error: Exception | None = None
     try:
         if engine.mesh.rank == 0:
-            export.check_empty(path)
+            hf_folder.check_empty(path)
     except BadInputError as caught:
         error = caught
     comm.raise_together(error, engine.mesh.world, engine.device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from areal_core.api.io_struct import WeightUpdateMeta
 from areal_core.api.weight_sender import WeightSender
 from areal_core.errors import BadInputError
-from areal_fsdp import comm, export, storage
+from areal_fsdp import comm, export, hf_folder, storage
 
 if TYPE_CHECKING:
     from areal_core.api.engine_api import InferenceEngine
@@ -76,7 +76,7 @@ def update_weights(engine: FSDPEngine, meta: WeightUpdateMeta) -> None:
             storage.save_hf(engine, partial, tokenizer=None)
         try:
             if rank == 0:
-                export.replace_folder(partial, meta.path)
+                hf_folder.replace_folder(partial, meta.path)
                 if engine.inference is not None:
                     engine.inference.update_weights_from_disk(meta)
         except Exception as caught:

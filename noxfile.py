@@ -22,6 +22,9 @@ PLUGINS = (
     "plugins/areal-gsm8k",
     "plugins_contrib/areal-arithmetic",
 )
+#: What the sessions with real vLLM servers install, and where their tests are.
+VLLM_PLUGINS = ("plugins/areal-fsdp", "plugins/areal-vllm", "plugins_contrib/areal-arithmetic")
+VLLM_TESTS = ("plugins/areal-vllm/tests",)
 TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema")
 # One thread per worker, and threads that sleep while they wait: two busy pools on two cores are slower than one.
 QUIET_THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
@@ -68,6 +71,20 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def vllm(session: nox.Session) -> None:
+    """Tests against real vLLM servers on this CPU, in an environment with vLLM in it. Arguments go to pytest."""
+    install_vllm(session)
+    session.run("pytest", "-m", "vllm", "--durations", "15", *(session.posargs or VLLM_TESTS), env=QUIET_THREADS)
+
+
+def install_vllm(session: nox.Session) -> None:
+    """Every package by its version, without a resolver, which would take longer than the tests."""
+    session.install("--no-deps", "-r", "constraints-vllm.txt")
+    editable = [part for path in (".", *VLLM_PLUGINS) for part in ("-e", path)]
+    session.install("--no-deps", "--no-build-isolation", *editable)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, types, the direction of imports, and whether the generated documentation is current."""
     install(session, "ruff", "mypy", "import-linter", "types-PyYAML", kernel=".[tensorboard,agents,vision]")
@@ -96,6 +113,13 @@ def bench(session: nox.Session) -> None:
         names, options = (options[0],), options[1:]
     for name in names:
         session.run("python", f"benchmarks/{name}.py", *options, env={"OMP_WAIT_POLICY": "PASSIVE"})
+
+
+@nox.session
+def bench_vllm(session: nox.Session) -> None:
+    """Measure the vLLM engine against a bare load generator on one server. Options: nox -s bench_vllm -- --runs 3."""
+    install_vllm(session)
+    session.run("python", "benchmarks/vllm_client.py", *session.posargs)
 
 
 @nox.session

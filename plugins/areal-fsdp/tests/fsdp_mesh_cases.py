@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import fsdp_cases as cases
 import torch
+from broadcast_receiver import BroadcastReceiver
 
 from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
 from areal_core.api.configs import LoRAConfig, OptimizerConfig
@@ -265,20 +266,25 @@ def store(case: Case, models: Path, world: World, out: Path) -> tuple[dict[str, 
     engine.save(SaveLoadMeta(path=out / f"{case.file}-hf"))
     facts: dict[str, Any] = {}
 
-    class Receiver:
+    class Receiver(BroadcastReceiver):
         def update_weights_from_memory(self, tensors: Any, version: int) -> None:
-            self.tensors = {name: tensor.clone() for name, tensor in tensors}
+            self.in_memory = {name: tensor.clone() for name, tensor in tensors}
 
         def update_weights_from_disk(self, meta: WeightUpdateMeta) -> None:
             self.files = sorted(path.name for path in meta.path.iterdir())
 
-    receiver: Any = Receiver() if world.is_main else None
+    receiver: Any = Receiver(workers=2) if world.is_main else None
     engine.connect_engine(receiver, WeightUpdateMeta())
     engine.update_weights(WeightUpdateMeta(version=8))
     engine.update_weights(WeightUpdateMeta(type="disk", path=out / f"{case.file}-update", version=8))
+    engine.update_weights(WeightUpdateMeta(type="distributed", chunk_mb=1, version=8))
     if world.is_main:
-        facts["names"] = sorted(receiver.tensors)
-        facts["sent"] = all(torch.equal(receiver.tensors[name], tensor) for name, tensor in saved.items())
+        facts["names"] = sorted(receiver.in_memory)
+        facts["sent"] = all(
+            torch.equal(tensors[name], tensor)
+            for name, tensor in saved.items()
+            for tensors in (receiver.in_memory, *receiver.tensors)
+        )
         facts["files"] = receiver.files
     engine.save(dcp)
     loss = step(engine, 1)

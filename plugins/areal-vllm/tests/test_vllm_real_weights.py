@@ -18,6 +18,7 @@ from real_servers import (
     prompts,
     request,
     save_model,
+    send,
     start_engine,
     update_in_flight,
 )
@@ -101,9 +102,7 @@ def test_update_when_several_are_sent_over_one_group(engine: Any, base: int, mod
 
     for step in (1, 2):
         disturb(trainer, seed=step)
-        engine.pause_generation()
-        trainer.update_weights(WeightUpdateMeta(type="distributed", version=base + step, chunk_mb=1))
-        engine.continue_generation()
+        send(engine, trainer, WeightUpdateMeta(type="distributed", version=base + step, chunk_mb=1))
 
     new = exported(trainer, tmp_path / "new")
     trainer.destroy()
@@ -116,9 +115,7 @@ def test_update_when_it_is_an_adapter(engine: Any, base: int, model: str, tmp_pa
     first = WeightUpdateMeta(type="lora", path=tmp_path / "update", version=base + 1)
     trainer.connect_engine(engine, first)
     disturb(trainer, seed=3)
-    engine.pause_generation()
-    trainer.update_weights(first)
-    engine.continue_generation()
+    send(engine, trainer, first)
     old = exported(trainer, tmp_path / "old")
     disturb(trainer, seed=4)
     requests = [request(ids, max_new_tokens=200, ignore_eos=True) for ids in prompts(6)]
@@ -197,12 +194,10 @@ def test_update_when_the_trainer_has_another_model(engine: Any, base: int, model
     trainer = make_trainer(save_model(tmp_path / "narrow", hidden=64))
     meta = WeightUpdateMeta(type="distributed", version=base + 1, chunk_mb=1)
     trainer.connect_engine(engine, meta)
-    engine.pause_generation()
 
     with pytest.raises(BadInputError, match=r"has shape \[160, 64\], the servers' model needs \[160, 128\]"):
-        trainer.update_weights(meta)
+        send(engine, trainer, meta)
 
-    engine.continue_generation()
     trainer.destroy()
     for response in greedy(engine):
         check_against({base: model}, response)
@@ -213,9 +208,7 @@ def test_update_when_the_adapter_is_wrong(engine: Any, base: int, model: str, tm
     meta = WeightUpdateMeta(type="lora", path=tmp_path / "update", version=base + 1)
     trainer.connect_engine(engine, meta)
     disturb(trainer, seed=6)
-    engine.pause_generation()
-    trainer.update_weights(meta)
-    engine.continue_generation()
+    send(engine, trainer, meta)
     good = exported(trainer, tmp_path / "good")
     trainer.destroy()
     shutil.copytree(tmp_path / "update", tmp_path / "wrong")

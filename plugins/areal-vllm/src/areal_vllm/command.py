@@ -98,9 +98,9 @@ def _flag(name: str, value: Any) -> list[str]:
 def server_environment(
     config: InferenceEngineConfig, options: VLLMConfig, index: int, *, on_gpu: bool, devices: Sequence[str]
 ) -> dict[str, str]:
-    """The environment of replica ``index``, of which each has its own devices or cores."""
+    """The environment of replica ``index``, which has GPUs of its own, or a share of the cores."""
     parallel = config.parsed_backend.parallel
-    size, replicas = parallel.tensor * parallel.pipeline, parallel.data
+    size = parallel.tensor * parallel.pipeline
     # What the trainer's launcher set for its own ranks would mislead vLLM's.
     launcher = ("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_")
     environment = {
@@ -121,20 +121,17 @@ def server_environment(
     else:
         environment["TORCHDYNAMO_DISABLE"] = "1"
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores(index, replicas, size))
+        # Not bound to cores, which the trainer and other servers of this machine want too; a share of them in number.
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        environment["OMP_NUM_THREADS"] = str(max(1, _cores() // (parallel.data * size)))
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
     environment.update({key: value for key, value in options.env.items() if key != "CUDA_VISIBLE_DEVICES"})
     return environment
 
 
-def _cores(index: int, replicas: int, size: int) -> str:
-    """The cores of each rank of a replica as vLLM reads them (``0,1|2,3``): a share each, or none bound if too few."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    share = len(cores) // (replicas * size)
-    if share == 0:
-        return "nobind"
-    first = index * size * share
-    ranks = (cores[first + rank * share : first + (rank + 1) * share] for rank in range(size))
-    return "|".join(",".join(map(str, rank)) for rank in ranks)
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpu_devices(config: InferenceEngineConfig, options: VLLMConfig) -> list[str]:

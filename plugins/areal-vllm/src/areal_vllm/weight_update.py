@@ -6,6 +6,7 @@ that an update that cannot work leaves the old version in use.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,12 @@ def _load_weights(engine: VLLMEngine, folder: Path, replicas: Sequence[Replica])
     _check_shapes(engine, shapes)
     files = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
     _check_seen(engine, folder, files, replicas)
-    _rpc(engine, "reload_weights", {"weights_path": str(folder)}, replicas)
+    for has_extension in (True, False):
+        chosen = [replica for replica in replicas if _has_extension(engine, replica) is has_extension]
+        if chosen and has_extension:
+            _rpc(engine, "areal_reload", {"path": str(folder)}, chosen)
+        elif chosen:
+            _rpc(engine, "reload_weights", {"weights_path": str(folder)}, chosen)
 
 
 def _check_shapes(engine: VLLMEngine, shapes: Shapes) -> None:
@@ -149,16 +155,16 @@ def _register_adapter(engine: VLLMEngine, folder: Path, replicas: Sequence[Repli
         extended = _has_extension(engine, replica)
         before = _adapter_numbers(engine, replica) if extended else set()
         body = {"lora_name": ADAPTER_NAME, "lora_path": str(folder)}
-        call = {"timeout": engine.options.update_timeout, "replicas": [replica]}
+        timeout = engine.options.update_timeout
         try:
-            engine.fleet.post_all("/v1/load_lora_adapter", json=body, **call)
+            engine.fleet.post_all("/v1/load_lora_adapter", json=body, timeout=timeout, replicas=[replica])
         except RequestRefused as error:
             if "already" not in str(error):
                 raise
             # Another run's: requests of ours must not get it.
             engine.fleet.post_all("/v1/unload_lora_adapter", json={"lora_name": ADAPTER_NAME}, replicas=[replica])
             before = _adapter_numbers(engine, replica) if extended else set()
-            engine.fleet.post_all("/v1/load_lora_adapter", json=body, **call)
+            engine.fleet.post_all("/v1/load_lora_adapter", json=body, timeout=timeout, replicas=[replica])
         new = _adapter_numbers(engine, replica) - before if extended else set()
         replica.data["adapter_id"] = new.pop() if len(new) == 1 else None
 
@@ -178,9 +184,10 @@ def receivers(engine: VLLMEngine) -> tuple[str, ...]:
     if not all(replica.capabilities is not None and replica.capabilities.native_transfer for replica in replicas):
         return ()
     unknown = [replica for replica in replicas if "world_size" not in replica.data]
-    for replica, answer in zip(unknown, engine.fleet.get_all("/get_world_size", replicas=unknown), strict=True):
-        if answer is not None:
-            replica.data["world_size"] = int(answer["world_size"])
+    if unknown:
+        for replica, answer in zip(unknown, engine.fleet.get_all("/get_world_size", replicas=unknown), strict=True):
+            if answer is not None:
+                replica.data["world_size"] = int(answer["world_size"])
     for replica in replicas:
         names += [f"{replica.address}/{worker}" for worker in range(replica.data.get("world_size", 0))]
     return tuple(names)
@@ -232,7 +239,8 @@ def update_from_distributed(
     except ArealError:
         # Those that did start take up their old weights again.
         for replica in fleet.live:
-            _quietly(lambda replica=replica: fleet.post_all("/finish_weight_update", replicas=[replica]))
+            with contextlib.suppress(ArealError):
+                fleet.post_all("/finish_weight_update", replicas=[replica])
         raise
     info = {
         "names": [name for name, _, _ in specs],
@@ -260,13 +268,6 @@ _TORN = (
     "The transfer broke in the middle: servers may hold parts of both versions until an update succeeds, so they stay "
     "paused. Restart servers that the run has not started itself before another run uses them."
 )
-
-
-def _quietly(call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except ArealError as error:
-        logger.debug("%s", error)
 
 
 # -------------------------------------------------------------------------------------------------- calls

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import areal_vllm_logprobs
 import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -102,9 +103,22 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        _pack_heads(self.model)
 
     def shutdown(self) -> None:
         self.group = None
+
+
+def _pack_heads(model: torch.nn.Module) -> None:
+    """Pack the heads' weights again for a CPU: a head that is tied to the embeddings keeps a copy of the old ones.
+
+    Reloading packs only what it has loaded, and tied weights are loaded as the embeddings.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _restore(model: torch.nn.Module) -> None:
@@ -174,6 +188,12 @@ class WorkerExtension:
             return {"error": error.strerror or repr(error), "files": {}}
         return {"error": None, "files": files}
 
+    def areal_reload(self, path: str) -> dict[str, Any]:
+        """Load the safetensors in the folder, in place."""
+        self.reload_weights(weights_path=path)
+        _pack_heads(self.model_runner.get_model())
+        return {"path": path}
+
     def areal_adapters(self) -> dict[str, Any]:
         """Numbers of the adapters that are loaded."""
         has_any = self.vllm_config.lora_config is not None
@@ -186,3 +206,7 @@ class WorkerExtension:
         # Not through the server's own load_inplace: its requests would then load the adapter again at every step.
         self.add_lora(LoRARequest(name, number, path, load_inplace=True))
         return {"numbers": sorted(self.list_loras())}
+
+
+# vLLM imports this module before it makes the sampler.
+areal_vllm_logprobs.install()

@@ -127,9 +127,9 @@ def sample_from_candidates(
     else:
         weights = torch.exp(target if target is logp else target - target.amax(dim=-1, keepdim=True))
         if params.top_k is not None or params.top_p is not None or params.min_p is not None:
-            weights, complete = _truncate(weights, params, candidates)
-        if params.supports is not None:
-            weights, kept = _bounded(weights, params)
+            weights, complete, ranked = _truncate(weights, params, candidates)
+            if params.supports is not None and ranked is not None:
+                weights, kept = _bounded(weights, params, ranked)
         chosen = _inverse_cdf(weights, params.uniforms)
         if params.greedy is not None:
             chosen = torch.where(params.greedy, target.argmax(dim=-1), chosen)
@@ -141,35 +141,46 @@ def sample_from_candidates(
     return chosen, logprobs, complete, kept
 
 
-def _bounded(weights: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Truncated weights ``[B, V]`` with at most ``top_k`` above 0 in the rows that give supports, and their ids."""
+def _bounded(weights: torch.Tensor, params: SamplingParams, ranked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Truncated weights ``[B, V]`` with at most ``top_k`` above 0 in the rows that give supports, and their ids.
+
+    Args:
+        ranked: int64 ``[B, K]``: ids of the largest weights before truncation, at least ``top_k`` of them.
+    """
     rows, top_k = params.supports, params.top_k
     assert rows is not None and top_k is not None
     vocab, everyone = weights.shape[1], len(rows) == len(weights)
     part, limit = (weights, top_k) if everyone else (weights[rows], top_k[rows])
-    most = params.max_top_k if params.max_top_k is not None else int(limit.max())
-    # By rank alone a tie would be cut at random, and as what else is in the batch has it.
-    floor = torch.where(part > 0, part, torch.inf).amin(dim=-1, keepdim=True)
-    tied = part == floor
-    above = ((part > 0) & ~tied).sum(dim=-1, keepdim=True)
-    part = torch.where(tied & (tied.cumsum(dim=-1, dtype=torch.int32) > limit[:, None] - above), 0.0, part)
-    values, ids = part.topk(min(vocab, most), dim=-1)
-    ids = torch.where(values > 0, ids, vocab).sort(dim=-1).values
+    # A look at another device would wait for it.
+    if part.device.type != "cpu" or bool((torch.count_nonzero(part, dim=-1) > limit).any()):
+        # Cut by rank alone, a tie would be cut at random, and as what else is in the batch has it.
+        floor = torch.where(part > 0, part, torch.inf).amin(dim=-1, keepdim=True)
+        tied = part == floor
+        above = ((part > 0) & ~tied).sum(dim=-1, keepdim=True)
+        part = torch.where(tied & (tied.cumsum(dim=-1, dtype=torch.int32) > limit[:, None] - above), 0.0, part)
+        ids = part.topk(ranked.shape[1], dim=-1).indices
+    else:
+        ids = ranked[rows]
+    ids = torch.where(part.gather(1, ids) > 0, ids, vocab).sort(dim=-1).values
     return (part if everyone else weights.index_copy(0, rows, part)), torch.where(ids < vocab, ids, -1)
 
 
 def _truncate(
     weights: torch.Tensor, params: SamplingParams, candidates: int | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Set the weights that top-k, top-p and min-p drop to 0; ``[B, V]``, not necessarily normalised."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Set the weights that top-k, top-p and min-p drop to 0; ``[B, V]``, not necessarily normalised.
+
+    Returns:
+        the weights; whether the candidates were enough; with top-k the ids int64 ``[B, K]`` of the largest weights.
+    """
     batch, vocab = weights.shape
     floor = torch.zeros(batch, dtype=weights.dtype, device=weights.device)
-    complete = None
+    complete = ranked = None
     if params.top_k is not None:
         active = (params.top_k > 0) & (params.top_k < vocab)
         k = torch.where(active, params.top_k, 1)
-        most = params.max_top_k if params.max_top_k is not None else int(k.max())
-        best = weights.topk(min(vocab, most), dim=-1).values
+        most = params.max_top_k if params.max_top_k is not None else max(1, int(params.top_k.max()))
+        best, ranked = weights.topk(min(vocab, most), dim=-1)
         floor = torch.where(active, best.gather(1, k[:, None] - 1)[:, 0], floor)
     if params.top_p is not None:
         rows = params.nucleus if params.nucleus is not None else (params.top_p < 1).nonzero().flatten()
@@ -189,7 +200,7 @@ def _truncate(
         floor = floor.index_copy(0, rows, torch.maximum(nucleus, floor[rows]))
     if params.min_p is not None:
         floor = torch.maximum(floor, params.min_p * weights.amax(dim=-1))
-    return torch.where(weights >= floor[:, None], weights, 0.0), complete
+    return torch.where(weights >= floor[:, None], weights, 0.0), complete, ranked
 
 
 def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

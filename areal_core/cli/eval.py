@@ -19,7 +19,7 @@ Examples:
 def register(app: typer.Typer) -> None:
     @app.command("eval", epilog=EXAMPLES)
     def evaluate(
-        config: Annotated[Path, typer.Argument(help="YAML file of an rl run.", metavar="CONFIG")],
+        config: Annotated[Path, typer.Argument(help="YAML file of a run.", metavar="CONFIG")],
         overrides: Annotated[
             list[str] | None, typer.Argument(help="Values that replace the file's.", metavar="KEY=VALUE...")
         ] = None,
@@ -28,7 +28,11 @@ def register(app: typer.Typer) -> None:
         ] = None,
         json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     ) -> None:
-        """Score a model on the held-out split: reward, lengths, truncation."""
+        """Score a model on the held-out split: reward, lengths and truncation of what it writes.
+
+        With the trainers sft, rw and dpo: loss, accuracy and margin on the held-out rows. In one process, whatever the
+        mesh of the run.
+        """
         from areal_core.api.load import error_places, load_run_config
         from areal_core.errors import BadInputError
         from areal_core.plugins.manager import get_plugin_manager

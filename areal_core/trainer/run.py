@@ -74,7 +74,7 @@ def train(config: BaseTrainerConfig, *, resume: Resume = "never", manager: Plugi
         checkpointer: Checkpointer | None = None
         try:
             prepare_process(config)
-            trainer = _build(config, world, manager, session, stop)
+            trainer = build_trainer(config, world, manager, session, stop)
             checkpointer = Checkpointer(
                 config.checkpoint,
                 config.run.path,
@@ -98,9 +98,10 @@ def train(config: BaseTrainerConfig, *, resume: Resume = "never", manager: Plugi
             raise
 
 
-def _build(
+def build_trainer(
     config: BaseTrainerConfig, world: World, manager: PluginManager, session: RunSession | None, stop: StopSignal
 ) -> Trainer:
+    """The trainer that a configuration is of, with its models loaded."""
     from areal_core.api.configs import RLConfig, SFTConfig
     from areal_core.api.distill_config import DistillConfig
     from areal_core.api.preference_configs import DPOConfig, RWConfig

@@ -44,6 +44,7 @@ class FakeServer:
     Attributes:
         log: (path, query, body) of each request it got.
         weights: of the toy model; set by ``reload_weights``.
+        kept: for each token that it made, the ids from which it was drawn.
         budget: tokens that it may still generate before it stands still; None: no limit.
         faults: what happens to the next generate requests, one each: ``("status", 500)``, ``("break", n)`` closes the
             connection after ``n`` tokens, ``("close",)`` before any, ``("truncate",)`` ends the stream without its end.
@@ -67,6 +68,7 @@ class FakeServer:
         self.faults: list[tuple[Any, ...]] = []
         self.health = 200
         self.generated = 0
+        self.kept: list[set[int]] = []
         self.most_running = self.running = 0
         self._aborts: set[asyncio.Event] = set()
         self._ids = itertools.count()
@@ -284,6 +286,8 @@ class FakeServer:
         self._aborts.add(abort)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
+        async with self._changed:
+            self._changed.notify_all()
         try:
             made: list[tuple[int, float, dict[int, float]]] = []
             spans: list[dict[str, Any]] = []
@@ -346,8 +350,15 @@ class FakeServer:
         temperature = params["temperature"]
         if temperature > 0:
             logits = logits / temperature
+            logits[logits < logits.max() + np.log(params.get("min_p", 0) or 1e-300)] = -np.inf
             if 0 < params.get("top_k", 0) < VOCAB:
                 logits[np.argsort(-logits)[params["top_k"] :]] = -np.inf
+            if params.get("top_p", 1.0) < 1:
+                order = np.argsort(logits)
+                probs = np.exp(log_softmax(logits))[order]
+                dropped = np.cumsum(probs) <= 1 - params["top_p"]
+                dropped[-1] = False
+                logits[order[dropped]] = -np.inf
             token = int(np.argmax(logits + rng.gumbel(size=VOCAB)))
         else:
             token = int(np.argmax(logits))
@@ -360,6 +371,8 @@ class FakeServer:
                 # What the plugin makes of the servers that it starts.
                 "framework": lambda: log_softmax(raw / (temperature or 1.0)),
             }[self.mode]()
+        self.kept.append(set(np.flatnonzero(np.isfinite(logits)).tolist()))
+        shown = np.maximum(shown, -9999.0)
         top = np.argsort(-shown)[: params.get("logprobs", 0)]
         return token, float(shown[token]), {int(t): float(shown[t]) for t in top}
 

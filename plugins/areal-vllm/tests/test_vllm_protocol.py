@@ -21,7 +21,7 @@ def params_of(*, most: int = 100, done: int = 0, seed: int | None = None, **fiel
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "n": 1, "logprobs": 0}),
+        ({}, {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "n": 1}),
         ({"temperature": 0.7}, {"temperature": 0.7}),
         ({"temperature": 0.0}, {"temperature": 0.0}),
         ({"greedy": True, "temperature": 0.7}, {"temperature": 0.0}),
@@ -31,6 +31,8 @@ def params_of(*, most: int = 100, done: int = 0, seed: int | None = None, **fiel
         ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5, "presence_penalty": 0.0, "repetition_penalty": 1.0}),
         ({"ignore_eos": True}, {"ignore_eos": True}),
         ({"min_new_tokens": 4}, {"min_tokens": 4}),
+        ({"min_new_tokens": 4, "ignore_eos": True}, {"min_tokens": 0}),
+        ({"min_new_tokens": 4, "ignore_eos": True, "stop_token_ids": [5]}, {"min_tokens": 4}),
         ({"stop_token_ids": [5, 6]}, {"stop_token_ids": [5, 6]}),
         ({"stop": ["END"]}, {"stop": ["END"], "skip_special_tokens": False}),
     ],
@@ -113,7 +115,7 @@ async def test_generate_when_the_answer_has_spans() -> None:
         "model": "m",
         "token_ids": [1, 2],
         "request_id": "r",
-        "sampling_params": {"max_tokens": 2, "detokenize": False},
+        "sampling_params": {"max_tokens": 2, "logprobs": 0, "detokenize": False},
     }
 
 
@@ -122,7 +124,7 @@ async def test_generate_when_stop_strings_need_the_text() -> None:
 
     _, body = await run("generate", {"choices": [choice]}, attrs.evolve(CALL, params={"stop": ["x"]}))
 
-    assert body["sampling_params"] == {"stop": ["x"]}
+    assert body["sampling_params"] == {"stop": ["x"], "logprobs": 0}
 
 
 async def test_completions_when_the_answer_has_token_ids() -> None:

@@ -124,6 +124,34 @@ async def test_min_p_when_set(engine: Any, model: str) -> None:
             assert logprobs[token].exp() >= 0.3 * logprobs.max().exp() - 1e-5
 
 
+@pytest.mark.parametrize("options", [{"top_k": 6}, {"top_k": 12, "top_p": 0.8, "min_p": 0.02, "temperature": 0.8}])
+async def test_supports_when_wanted(engine: Any, model: str, options: dict[str, Any]) -> None:
+    one = request(prompts(1)[0], seed=1, max_new_tokens=24, ignore_eos=True, **options)
+    one.return_supports = True
+
+    response = await engine.agenerate(one)
+
+    assert response.output_supports is not None
+    temperature = options.get("temperature", 1.0)
+    scaled = torch.log_softmax(distributions(model, response) / temperature, dim=-1)
+    rows = zip(response.output_tokens, response.output_logprobs, response.output_supports, scaled, strict=True)
+    for token, logprob, support, logprobs in rows:
+        ids = torch.tensor(support[support >= 0].tolist())
+        # The likeliest, the sampled one among them, and as many as the written-out rule keeps.
+        order = logprobs.sort(descending=True)
+        assert set(ids.tolist()) == set(order.indices[: len(ids)].tolist())
+        assert token in ids and len(ids) <= options["top_k"]
+        if "top_p" not in options:
+            assert len(ids) == options["top_k"]
+        else:
+            probs = order.values[: options["top_k"]].exp()
+            probs = probs[probs >= options["min_p"] * probs[0]]
+            probs = probs / probs.sum()
+            assert len(ids) == int((probs.cumsum(0) - probs < options["top_p"] - 1e-6).sum())
+        expected = logprobs[token] - logprobs[ids].logsumexp(0)
+        torch.testing.assert_close(torch.tensor(logprob), expected, rtol=0, atol=1e-4)
+
+
 async def test_frequency_penalty_when_greedy(engine: Any, model: str) -> None:
     for response in await ask(engine, greedy=True, frequency_penalty=2.0):
         counts = torch.zeros(VOCABULARY)

@@ -47,6 +47,8 @@ def server_command(
     flags: dict[str, Any] = {
         "generation-config": "vllm",
         "logprobs-mode": "processed_logprobs",
+        # What a truncating sampler kept is told by the log-probs of the top_k likeliest tokens.
+        "max-logprobs": -1,
         "enable-scale-out": True,
         "worker-extension-cls": _WORKER_CLASS,
         "weight-transfer-config": {"backend": "nccl" if on_gpu else "gloo"},

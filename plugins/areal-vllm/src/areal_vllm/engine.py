@@ -13,10 +13,10 @@ from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 from areal_core.errors import ArealError, BadInputError
+from areal_vllm import logprobs, truncation
 from areal_vllm.config import VLLMConfig
 from areal_vllm.eos import as_ids, model_eos_ids
 from areal_vllm.fleet import Fleet
-from areal_vllm.logprobs import check
 from areal_vllm.requests import Generator, Job
 from areal_vllm.stats import Stats
 
@@ -36,6 +36,7 @@ class VLLMEngine(InferenceEngine):
     """
 
     takes_adapters: ClassVar[bool] = True
+    returns_supports: ClassVar[bool] = True
 
     def __init__(self, config: InferenceEngineConfig) -> None:
         mesh = config.parsed_backend.parallel
@@ -161,6 +162,8 @@ class VLLMEngine(InferenceEngine):
             raise BadInputError(f"gconfig.n_samples is {gconfig.n_samples}: send one request per sample")
         if request.image_data:
             raise BadInputError("image_data: the vllm engine sends no images yet. Use rollout.backend=local.")
+        if request.return_supports:
+            truncation.check(request)
         size = len(prompt)
         if not size:
             raise BadInputError("input_ids is empty: a prompt needs at least one token")
@@ -179,15 +182,17 @@ class VLLMEngine(InferenceEngine):
             most = min(most, limit - size)
         for replica in fleet.replicas:
             if replica.capabilities is not None:
-                check(replica.capabilities.logprob_mode, gconfig, replica.address)
-        stop_ids = list(gconfig.stop_token_ids)
-        if not gconfig.ignore_eos:
-            tokenizer = request.tokenizer if request.tokenizer is not None else self._tokenizer
-            stop_ids += [*self._eos_ids, *as_ids(getattr(tokenizer, "eos_token_id", None))]
+                mode = replica.capabilities.logprob_mode
+                logprobs.check(mode, gconfig, replica.address, supports=request.return_supports)
+        tokenizer = request.tokenizer if request.tokenizer is not None else self._tokenizer
+        ends = [*gconfig.stop_token_ids, *self._eos_ids, *as_ids(getattr(tokenizer, "eos_token_id", None))]
+        ends = list(dict.fromkeys(ends))
         return Job(
             request=request,
             max_new_tokens=most,
-            stop_token_ids=list(dict.fromkeys(stop_ids)),
+            stop_token_ids=list(dict.fromkeys(gconfig.stop_token_ids)) if gconfig.ignore_eos else ends,
+            # vLLM bans EOS before the minimum length even where it would not stop there.
+            banned_ids=ends if gconfig.min_new_tokens else [],
             timeout=self.config.request_timeout,
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 from areal_core.api.io_struct import GenerationHyperparameters
 from areal_core.errors import BadInputError
 from areal_vllm.client import Client, RequestRefused
-from areal_vllm.protocol import PATHS, Transport
+from areal_vllm.protocol import PATHS, Transport, token_of
 
 _CANDIDATES = 16
 _PROMPTS = ([1, 2], [3], [5, 4, 3])
@@ -81,8 +81,11 @@ async def find_mode(client: Client, address: str, model: str, transport: Transpo
     return LogprobMode.UNKNOWN
 
 
-def check(mode: LogprobMode, gconfig: GenerationHyperparameters, address: str) -> None:
+def check(mode: LogprobMode, gconfig: GenerationHyperparameters, address: str, *, supports: bool = False) -> None:
     """Whether the server's log-probs are the framework's for this request.
+
+    Args:
+        supports: whether log-probs over the tokens that truncation kept are wanted.
 
     Raises:
         BadInputError: naming the option, and what would be right.
@@ -103,7 +106,7 @@ def check(mode: LogprobMode, gconfig: GenerationHyperparameters, address: str) -
             )
         return
     changing = {"frequency_penalty": 0.0, "min_new_tokens": 0}
-    if not gconfig.is_greedy:
+    if not gconfig.is_greedy and not supports:
         changing |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     for name, neutral in changing.items():
         value = getattr(gconfig, name)
@@ -156,4 +159,4 @@ async def _candidates(
     answer = await client.post(address, PATHS[transport], body=body, timeout=timeout)
     logprobs = answer["choices"][0]["logprobs"]
     found = dict(zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)) | logprobs["top_logprobs"][0]
-    return {int(text.removeprefix("token_id:")): value for text, value in found.items() if value is not None}
+    return {token_of(text): value for text, value in found.items() if value is not None}

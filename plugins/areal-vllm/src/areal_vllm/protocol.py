@@ -36,12 +36,14 @@ class Part:
     Attributes:
         tokens, logprobs: of equal length.
         spans: the labels of all tokens; empty until the end, and where a server does not tell them.
+        candidates: for each token the log-probs of the likeliest ones, if the call asked for them; else empty.
         finish: vLLM's ``finish_reason``; None until the end.
     """
 
     tokens: list[int] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
     spans: list[Span] = attrs.field(factory=list)
+    candidates: list[dict[int, float]] = attrs.field(factory=list)
     finish: str | None = None
 
 
@@ -67,6 +69,8 @@ def sampling_params(
             f"gconfig.temperature is {temperature:g}: vLLM samples at {_LOWEST_TEMPERATURE:g} to "
             f"{_HIGHEST_TEMPERATURE:g}, or greedily (0)."
         )
+    # Where nothing stops there is no minimum, which would ban EOS in vLLM.
+    least = gconfig.min_new_tokens if stop_token_ids or gconfig.stop or not gconfig.ignore_eos else 0
     params: dict[str, Any] = {
         "max_tokens": max_new_tokens - done,
         "temperature": temperature,
@@ -78,8 +82,7 @@ def sampling_params(
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "ignore_eos": gconfig.ignore_eos,
-        "min_tokens": max(0, min(gconfig.min_new_tokens, max_new_tokens) - done),
-        "logprobs": 0,
+        "min_tokens": max(0, min(least, max_new_tokens) - done),
         "n": 1,
     }
     if stop_token_ids:
@@ -109,6 +112,7 @@ class Call:
         params: ``sampling_params``.
         request_id: unique on that server.
         cache_salt: only requests of the same salt share keys and values.
+        candidates: how many of the likeliest tokens to tell for each token.
         stream_interval: tokens from one partial answer to the next; None: the whole answer at once.
         timeout: seconds for all of it.
         on_tokens: called when some have come.
@@ -119,6 +123,7 @@ class Call:
     params: dict[str, Any]
     request_id: str
     cache_salt: str | None = None
+    candidates: int = 0
     stream_interval: int | None = None
     timeout: float = 3600.0
     on_tokens: Callable[[], None] = lambda: None
@@ -145,13 +150,13 @@ class Speaker(abc.ABC):
         def take(answer: dict[str, Any]) -> None:
             try:
                 for choice in answer.get("choices", ()):
-                    self._take(choice, part)
+                    self._take(choice, part, call.candidates > 0)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise ServerError(f"{address}{self.path} answered in a shape that is not vLLM's: {error}") from error
             if part.tokens:
                 call.on_tokens()
 
-        params = dict(call.params)
+        params = {**call.params, "logprobs": call.candidates}
         if call.stream_interval is not None:
             params["stream_interval"] = call.stream_interval
         body = self._body(call, params)
@@ -171,7 +176,7 @@ class Speaker(abc.ABC):
     def _body(self, call: Call, params: dict[str, Any]) -> dict[str, Any]: ...
 
     @abc.abstractmethod
-    def _take(self, choice: dict[str, Any], part: Part) -> None: ...
+    def _take(self, choice: dict[str, Any], part: Part, with_candidates: bool) -> None: ...
 
 
 class GenerateSpeaker(Speaker):
@@ -191,9 +196,13 @@ class GenerateSpeaker(Speaker):
             "sampling_params": params,
         }
 
-    def _take(self, choice: dict[str, Any], part: Part) -> None:
+    def _take(self, choice: dict[str, Any], part: Part, with_candidates: bool) -> None:
         content = (choice.get("logprobs") or {}).get("content") or []
         _extend(part, choice.get("token_ids") or [], [entry["logprob"] for entry in content])
+        if with_candidates:
+            for entry in content:
+                shown = {other["token_id"]: other["logprob"] for other in entry["top_logprobs"]}
+                part.candidates.append({**shown, entry["token_id"]: entry["logprob"]})
         for span in choice.get("weight_versions") or ():
             part.spans.append(Span(str(span["version"]), span["start"], span["end"]))
         part.finish = choice.get("finish_reason") or part.finish
@@ -211,21 +220,31 @@ class CompletionsSpeaker(Speaker):
             "prompt": call.prompt,
             "request_id": call.request_id,
             "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
             # A prompt is what it is: no token may be added in front of it.
             "add_special_tokens": False,
             **params,
         }
 
-    def _take(self, choice: dict[str, Any], part: Part) -> None:
+    def _take(self, choice: dict[str, Any], part: Part, with_candidates: bool) -> None:
         values = (choice.get("logprobs") or {}).get("token_logprobs") or []
         tokens = choice.get("token_ids")
         if tokens is None and values:
             raise ValueError("no token ids: it does not know return_token_ids, a newer vLLM does")
         _extend(part, tokens or [], values)
+        if with_candidates and tokens:
+            rows = zip(tokens, values, choice["logprobs"]["top_logprobs"], strict=True)
+            for token, value, row in rows:
+                part.candidates.append({**{token_of(text): other for text, other in row.items()}, token: value})
         part.finish = choice.get("finish_reason") or part.finish
 
 
 SPEAKERS: dict[Transport, Speaker] = {"generate": GenerateSpeaker(), "completions": CompletionsSpeaker()}
+
+
+def token_of(text: str) -> int:
+    """The id in ``token_id:17``, which is how a server writes a token that it is asked to name by its id."""
+    return int(text.removeprefix("token_id:"))
 
 
 def _extend(part: Part, tokens: list[int], logprobs: list[Any]) -> None:

@@ -8,16 +8,21 @@ import time
 import uuid
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from areal_core.api.io_struct import ModelRequest, ModelResponse, StopReason
+from areal_core.api.supports import from_rows
 from areal_core.errors import ArealError
 from areal_core.logging import getLogger
 from areal_vllm.client import ServerError, ServerGone
 from areal_vllm.config import VLLMConfig
+from areal_vllm.logprobs import LogprobMode
 from areal_vllm.membership import Membership
 from areal_vllm.protocol import SPEAKERS, Call, Part, as_seed, sampling_params
 from areal_vllm.routing import Attempt, Replica
 from areal_vllm.stats import Stats
+from areal_vllm.truncation import kept, number_of_candidates
 
 logger = getLogger("VLLMEngine")
 
@@ -32,6 +37,7 @@ class Job:
     Attributes:
         max_new_tokens: the context considered.
         stop_token_ids: ids that end it, EOS among them.
+        banned_ids: ids that cannot be sampled before the minimum length.
         timeout: seconds for all of it.
         parts: how many attempts gave something that was kept.
     """
@@ -39,10 +45,12 @@ class Job:
     request: ModelRequest
     max_new_tokens: int
     stop_token_ids: list[int]
+    banned_ids: list[int]
     timeout: float
     tokens: list[int] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
     versions: list[int] = attrs.field(factory=list)
+    supports: list[npt.NDArray[np.int32]] = attrs.field(factory=list)
     parts: int = 0
     start: float = attrs.field(factory=time.perf_counter)
     first_token: float = 0.0
@@ -72,6 +80,7 @@ class Job:
             output_tokens=self.tokens,
             output_logprobs=self.logprobs,
             output_versions=self.versions,
+            output_supports=from_rows(self.supports) if self.request.return_supports else None,
             stop_reason=stop_reason,
             latency=now - self.start,
             ttft=(self.first_token or now) - self.start,
@@ -172,6 +181,7 @@ class Generator:
             params=params,
             request_id=f"areal-{self._prefix}-{next(self._numbers)}",
             cache_salt=f"version-{replica.version}" if self._keep_kv else None,
+            candidates=(number_of_candidates(gconfig, job.banned_ids, done) if job.request.return_supports else 0),
             stream_interval=self.options.stream_interval if capabilities.streams else None,
             timeout=max(job.remaining, _LEAST_SECONDS),
             on_tokens=lambda: self._first_token(job),
@@ -196,11 +206,26 @@ class Generator:
                 f"{attempt.replica.address} gave tokens of weights that this run did not give it: "
                 f"{sorted({span.label for span in part.spans})}. Does another run update them too?"
             )
+        logprobs = part.logprobs
+        if job.request.return_supports:
+            logprobs = self._keep_supports(job, attempt, part)
         job.tokens = [*job.tokens, *part.tokens]
-        job.logprobs = [*job.logprobs, *part.logprobs]
+        job.logprobs = [*job.logprobs, *logprobs]
         job.versions = [*job.versions, *versions]
         job.parts += 1
         self.stats.generated_tokens += len(part.tokens)
+
+    def _keep_supports(self, job: Job, attempt: Attempt, part: Part) -> list[float]:
+        """The log-probs of the new tokens over the ids that truncation kept, which are noted."""
+        gconfig, done, logprobs = job.request.gconfig, len(job.tokens), []
+        capabilities = attempt.replica.capabilities
+        truncated = capabilities is not None and capabilities.logprob_mode is LogprobMode.PROCESSED
+        for position, (token, candidates) in enumerate(zip(part.tokens, part.candidates, strict=True), start=done):
+            banned = job.banned_ids if position < gconfig.min_new_tokens else ()
+            ids, logprob = kept(candidates, token, gconfig, banned, truncated=truncated)
+            job.supports.append(ids)
+            logprobs.append(logprob)
+        return logprobs
 
     def _salvage(self, job: Job, attempt: Attempt, part: Part) -> None:
         """Keep a partial answer where it is known which weights made it, and the rest can be made elsewhere."""

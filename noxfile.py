@@ -50,6 +50,13 @@ def quickstart(session: nox.Session) -> None:
 
 
 @nox.session
+def algorithms(session: nox.Session) -> None:
+    """Train every algorithm and trainer for 30 steps, nightly; each must learn. Some: nox -s algorithms -- ppo sft."""
+    install(session, plugins=("plugins/areal-fsdp", "plugins/areal-local", "plugins_contrib/areal-arithmetic"))
+    session.run("python", "examples/algorithms/run.py", "--require-rise", "0.1", *(session.posargs or ["--all"]))
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """All tests: the fast ones, then the slow ones. Arguments go to pytest: nox -s tests -- tests/config -k yaml."""
     install(session, *TEST_TOOLS, "gguf", "build", "hatchling", "editables", kernel=".[tensorboard,agents,vision]")

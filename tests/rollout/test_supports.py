@@ -7,17 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agent_fakes import END, ScriptedEngine, message_of, user
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_fakes import FakeEngine
+from tiny_tokenizer import TOOLS, tiny_tokenizer
 
-from areal_core.api.configs import InferenceEngineConfig
+from areal_core.api.configs import AgentConfig, InferenceEngineConfig
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, Trajectory
 from areal_core.api.supports import MAX_SUPPORT, from_ragged, from_rows, join, to_ragged
 from areal_core.data.comm import scatter_batches
 from areal_core.data.packing import pack_trajectories
 from areal_core.rollout.agents.completions import Completion
 from areal_core.rollout.agents.export import export_concat
+from areal_core.rollout.agents.workflow import AgentRunner
 from areal_core.rollout.context import EpisodeEngine
 from areal_core.rollout.controller import RolloutController
 from areal_core.rollout.results import WorkflowResultError, as_trajectories
@@ -235,3 +238,28 @@ def test_controller_when_the_engine_returns_supports_asks_in_training_alone(
         controller.stop()
 
     assert [request.return_supports for request in engine.requests] == [False, returns]
+
+
+async def test_agent_when_training_truncates_asks_and_keeps_the_supports_of_all_its_turns() -> None:
+    class Kept(ScriptedEngine):
+        async def agenerate(self, request: ModelRequest) -> ModelResponse:
+            made = await super().agenerate(request)
+            made.output_supports = matrix(*([token, 1] for token in made.output_tokens))
+            return made
+
+    class Agent:
+        async def run(self, data: dict[str, Any], session: Any) -> float:
+            answer = await session.create({"messages": [user("?")], "top_p": 0.9, "top_k": 5})
+            await session.create({"messages": [user("?"), message_of(answer), user("again")]})
+            return 1.0
+
+    tokenizer = tiny_tokenizer(TOOLS)
+    engine = Kept(tokenizer, "a" + END, "b" + END)
+    runner = AgentRunner(Agent(), TRUNCATED.new(max_new_tokens=8), tokenizer, None, AgentConfig())
+
+    (made,) = await runner.arun_episode(EpisodeEngine(engine, with_supports=True), {})
+
+    assert [request.return_supports for request in engine.requests] == [True, True]
+    assert made.supports is not None
+    np.testing.assert_array_equal(made.supports[made.loss_mask][:, 0], made.input_ids[made.loss_mask])
+    assert made.loss_mask.sum() == 4 and (made.supports[~made.loss_mask] == -1).all()

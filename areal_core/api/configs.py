@@ -87,7 +87,7 @@ class WeightUpdateConfig:
     """How new weights reach the inference engine."""
 
     type: Literal["auto", "memory", "disk", "distributed", "lora"] = option(
-        "auto", "auto: memory for an engine in this process, else the fastest way both engines have."
+        "auto", "auto: memory for an engine in this process, else disk."
     )
     weight_chunk_mb: int = option(256, "Size of one broadcast bucket in MiB.", ge=1)
 

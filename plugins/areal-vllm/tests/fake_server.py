@@ -152,6 +152,7 @@ class FakeServer:
             get("/weight_info", _fixed(lambda: {"weight_version": self.label}))
             post("/reset_prefix_cache", _fixed(lambda: {"success": True}))
             post("/collective_rpc", self._rpc)
+        self._more_routes(get, post)
         if self.openapi:
             paths = {route.resource.canonical: {} for route in app.router.routes()}
             get("/openapi.json", _fixed(lambda: {"paths": paths}))
@@ -161,6 +162,9 @@ class FakeServer:
         await site.start()
         self.port = site._server.sockets[0].getsockname()[1]
         self._paused, self.weights, self.label, self.running = False, "start", "default", 0
+
+    def _more_routes(self, get: Any, post: Any) -> None:
+        """For servers that can do more."""
 
     async def _kill(self) -> None:
         server = self._runner.server

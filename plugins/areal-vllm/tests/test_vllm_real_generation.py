@@ -184,11 +184,3 @@ async def test_generate_when_the_context_ends_first(engine: Any) -> None:
 
     assert response.output_len == 6
     assert response.stop_reason == "length"
-
-
-async def test_generate_when_a_token_is_not_in_the_vocabulary(engine: Any) -> None:
-    with pytest.raises(BadInputError, match=r"160|vocab"):
-        await run(engine, request([5, 100_000]))
-
-    (response,) = await run(engine, request([5, 6], max_new_tokens=2, ignore_eos=True))
-    assert response.output_len == 2

@@ -41,9 +41,7 @@ def test_doctor_when_servers_run(serve: Serve, doctor: Any) -> None:
 
     row = rows[f"vllm {good.address}"]
     assert row["status"] == "ok" and row["fix"] == ""
-    assert row["detail"].startswith(
-        "vLLM 0.0.fake, model 'toy', context 64, by /inference/v1/generate, log-probs"
-    )
+    assert row["detail"].startswith("vLLM 0.0.fake, model 'toy', context 64, by /inference/v1/generate, log-probs")
     assert row["detail"].endswith("has no native_transfer, sleep")
     row = rows[f"vllm {old.address}"]
     assert row["status"] == "warning"

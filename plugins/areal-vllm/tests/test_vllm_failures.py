@@ -95,6 +95,21 @@ def test_agenerate_when_the_partial_answer_was_all(serve: Serve, connect: Connec
     assert answer.stop_reason == "length" and len(server.bodies()) == before + 1
 
 
+def test_agenerate_when_the_partial_answer_ends_with_a_stop(serve: Serve, connect: Connect, ask: Ask) -> None:
+    server = serve()
+    engine = connect(server, stream_interval=1)
+    whole = ask(engine, [1, 2], max_new_tokens=20)
+    stop = whole.output_tokens[6]
+    end = whole.output_tokens.index(stop) + 1
+    server.faults = [("break", end)]
+    before = len(server.bodies())
+
+    answer = ask(engine, [1, 2], max_new_tokens=20, stop_token_ids=[stop])
+
+    assert answer.stop_reason == "stop" and answer.output_tokens == whole.output_tokens[:end]
+    assert len(server.bodies()) == before + 1
+
+
 @pytest.mark.parametrize("fields", [{"stop": ["x"]}, {"frequency_penalty": 0.5}])
 def test_agenerate_when_the_rest_depends_on_the_server(
     serve: Serve, connect: Connect, ask: Ask, fields: dict[str, Any]

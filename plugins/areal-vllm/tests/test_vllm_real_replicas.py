@@ -68,18 +68,19 @@ async def test_updates_and_a_killed_server(engine: Any, model: str, tmp_path: Pa
         check_against({0: model, 1: new}, response)
 
     since = tokens_so_far(engine)
-    victim = server_process(engine.fleet.live[0].address)
+    replica = engine.fleet.live[0]
+    victim = server_process(replica.address)
     requests = [
-        request(ids, max_new_tokens=60 + i, ignore_eos=True, seed=i, temperature=0.8)
+        request(ids, max_new_tokens=250 + i, ignore_eos=True, seed=i, temperature=0.8)
         for i, ids in enumerate(prompts(64))
     ]
     running = [asyncio.create_task(engine.agenerate(one)) for one in requests]
     await until_generated(engine, 100, since)
-    assert not any(task.done() for task in running)
+    assert len(replica.attempts) > 16, "too late: the server has little left to lose"
     os.kill(victim.pid, signal.SIGKILL)
     responses = await asyncio.gather(*running)
 
-    assert [response.output_len for response in responses] == [60 + i for i in range(64)]
+    assert [response.output_len for response in responses] == [250 + i for i in range(64)]
     assert [response.input_tokens for response in responses] == prompts(64)
     for response in responses[::4]:
         assert set(response.output_versions) == {1}

@@ -44,7 +44,7 @@ class FakeServer:
     Attributes:
         log: (path, query, body) of each request it got.
         weights: of the toy model; set by ``reload_weights``.
-        adapters: names that requests may carry beside the model's.
+        other_models: names that requests may carry beside the model's.
         kept: for each token that it made, the ids from which it was drawn.
         budget: tokens that it may still generate before it stands still; None: no limit.
         faults: what happens to the next generate requests, one each: ``("status", 500)``, ``("break", n)`` closes the
@@ -70,7 +70,7 @@ class FakeServer:
         self.health = 200
         self.generated = 0
         self.kept: list[set[int]] = []
-        self.adapters: set[str] = set()
+        self.other_models: set[str] = set()
         self.most_running = self.running = 0
         self._aborts: set[asyncio.Event] = set()
         self._ids = itertools.count()
@@ -164,7 +164,7 @@ class FakeServer:
         await site.start()
         self.port = site._server.sockets[0].getsockname()[1]
         self._paused, self.weights, self.label, self.running = False, "start", "default", 0
-        self.adapters.clear()
+        self.other_models.clear()
 
     def _more_routes(self, get: Any, post: Any) -> None:
         """For servers that can do more."""
@@ -273,7 +273,7 @@ class FakeServer:
     async def _answer(
         self, request: web.Request, body: dict[str, Any], params: dict[str, Any], prompt: list[int], choice: Any
     ) -> web.StreamResponse:
-        if body.get("model") not in (self.model, *self.adapters):
+        if body.get("model") not in (self.model, *self.other_models):
             return _error(404, f"The model `{body.get('model')}` does not exist.")
         if len(prompt) + params["max_tokens"] > self.context:
             return _error(400, f"This model's maximum context length is {self.context} tokens.")

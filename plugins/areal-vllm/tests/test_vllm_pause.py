@@ -199,14 +199,14 @@ def test_agenerate_when_an_adapter_was_lost(serve: Serve, connect: Connect, ask:
     server = serve()
     engine = connect(server)
     engine.pause_generation()
-    server.adapters.add("mine")
+    server.other_models.add("mine")
     engine.request_model = "mine"
     engine.weights_updated(1)
     engine.continue_generation()
     assert ask(engine, [1]).output_versions == [1] * 8
 
     def load_again(replica: Any) -> bool:
-        server.adapters.add("mine")
+        server.other_models.add("mine")
         return True
 
     engine.fleet.members.bring_up_to_date = load_again

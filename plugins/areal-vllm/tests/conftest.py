@@ -46,9 +46,8 @@ def connect(tmp_path: Path) -> Iterator[Callable[..., VLLMEngine]]:
         defaults = {"health_interval": 3600.0, "connect_timeout": 2.0, "wait_for_server": 5.0}
         config = InferenceEngineConfig(
             backend="vllm",
-            addresses=[server.address for server in servers],
             plugin_options={"vllm": VLLMConfig(**{**defaults, **options})},
-            **{"setup_timeout": 10.0, **(rollout or {})},
+            **{"addresses": [server.address for server in servers], "setup_timeout": 10.0, **(rollout or {})},
         )
         engines.append(VLLMEngine(config))
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))

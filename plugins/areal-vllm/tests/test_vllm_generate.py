@@ -283,11 +283,35 @@ def test_connect_when_it_is_no_vllm_server(serve: Serve, connect: Connect) -> No
         ("vllm:d3", ["a:1", "b:1"], "means 3 servers, but rollout.addresses names 2"),
         ("vllm:c2", [], "has a size for context"),
         ("vllm:e2", [], "has a size for expert"),
+        ("vllm", ["a:1", "host"], r"rollout.addresses\[1\]: 'host' names no server. Write host:port"),
+        ("vllm", ["host:8000/v1"], r"rollout.addresses\[0\]: 'host:8000/v1' names no server"),
+        ("vllm", ["a:1", "b:1", "a:1"], r"rollout.addresses\[2\]: 'a:1' stands twice"),
     ],
 )
 def test_engine_when_the_backend_does_not_fit(backend: str, addresses: list[str], message: str) -> None:
     with pytest.raises(BadInputError, match=message):
         VLLMEngine(InferenceEngineConfig(backend=backend, addresses=addresses))
+
+
+@pytest.mark.parametrize("address", ["host:1", "10.0.0.1:8000", "[::1]:8000", "https://host", "http://host:1/prefix/"])
+def test_engine_when_an_address_is_well_written(address: str) -> None:
+    assert VLLMEngine(InferenceEngineConfig(backend="vllm", addresses=[address])).config.addresses == [address]
+
+
+def test_connect_when_the_address_is_a_url(serve: Serve, connect: Connect, ask: Ask) -> None:
+    server = serve()
+    address = f"http://{server.address}/"
+
+    engine = connect(rollout={"addresses": [address]})
+
+    assert ask(engine, [1]).output_len == 8
+
+
+def test_connect_when_the_url_has_a_wrong_path(serve: Serve, connect: Connect) -> None:
+    server = serve()
+
+    with pytest.raises(BadInputError, match=r"http://.*/v1 is no vLLM server: .*/v1/health answered 404"):
+        connect(rollout={"addresses": [f"http://{server.address}/v1"]})
 
 
 def test_engine_when_used_after_destroy(serve: Serve, connect: Connect, ask: Ask) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from areal_core.api.check_api import Check
     from areal_vllm.capabilities import Capabilities
     from areal_vllm.routing import Replica
+
+
+_ADDRESS = re.compile(r"https?://[^\s/]+(/\S*)?|(\[[0-9a-fA-F:]+\]|[^\s/:\[\]]+):\d{1,5}")
 
 
 class VLLMEngine(InferenceEngine):
@@ -51,6 +55,7 @@ class VLLMEngine(InferenceEngine):
                 f"rollout.backend: {config.backend!r} means {mesh.data} servers, but rollout.addresses names "
                 f"{len(config.addresses)}. Leave the sizes out: write 'vllm'."
             )
+        _check_addresses(config.addresses)
         self.config = config
         self.options: VLLMConfig = config.options if isinstance(config.options, VLLMConfig) else VLLMConfig()
         self.stats = Stats()
@@ -294,6 +299,17 @@ class VLLMEngine(InferenceEngine):
             "servers": float(len(self._fleet.members.router.ready)),
         }
         return {**self.stats.export(dropped_servers=self._fleet.members.drops), **gauges}
+
+
+def _check_addresses(addresses: list[str]) -> None:
+    for index, address in enumerate(addresses):
+        if not _ADDRESS.fullmatch(address):
+            raise BadInputError(
+                f"rollout.addresses[{index}]: {address!r} names no server. Write host:port, or a URL such as "
+                "https://host/prefix; the paths of its API, such as /v1, are added."
+            )
+        if address in addresses[:index]:
+            raise BadInputError(f"rollout.addresses[{index}]: {address!r} stands twice.")
 
 
 def _destroy_if_alive(reference: weakref.ref[VLLMEngine]) -> None:

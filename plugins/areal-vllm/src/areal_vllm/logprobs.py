@@ -114,7 +114,8 @@ def check(mode: LogprobMode, gconfig: GenerationHyperparameters, address: str, *
             raise BadInputError(
                 f"gconfig.{name} is {value:g}, but {address} gives log-probs of what is left after it "
                 "(--logprobs-mode processed_logprobs). Start it with --logprobs-mode raw_logprobs and use temperature "
-                f"1, let the run start its servers, or leave {name} at {neutral:g}."
+                f"1, let the run start its servers (on a GPU with VLLM_USE_V2_MODEL_RUNNER=0 in rollout.vllm.env), or "
+                f"leave {name} at {neutral:g}."
             )
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from areal_core.api.configs import InferenceEngineConfig
-from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
+from areal_core.api.io_struct import ModelResponse
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_server import EOS, FakeServer
+from fake_server import EOS, FakeServer, make_request
 
 from areal_vllm.config import VLLMConfig
 from areal_vllm.engine import VLLMEngine
@@ -67,9 +67,3 @@ def ask() -> Callable[..., ModelResponse]:
         return asyncio.run(engine.agenerate(make_request(prompt, **fields)))
 
     return run
-
-
-def make_request(prompt: list[int], **fields: Any) -> ModelRequest:
-    request = {name: fields.pop(name) for name in ("metadata", "tokenizer", "image_data") if name in fields}
-    defaults = {"max_new_tokens": 8, "ignore_eos": True, "seed": 7}
-    return ModelRequest(input_ids=prompt, gconfig=GenerationHyperparameters(**{**defaults, **fields}), **request)

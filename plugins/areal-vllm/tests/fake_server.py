@@ -16,13 +16,27 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest
+
 VOCAB = 32
 EOS = 31
 CONTEXT = 64
 
 
+def make_request(prompt: list[int], **fields: Any) -> ModelRequest:
+    """A request of which any of its fields, and of its sampling options, may be given."""
+    request = {name: fields.pop(name) for name in ("metadata", "tokenizer", "image_data") if name in fields}
+    defaults = {"max_new_tokens": 8, "ignore_eos": True, "seed": 7}
+    return ModelRequest(input_ids=prompt, gconfig=GenerationHyperparameters(**{**defaults, **fields}), **request)
+
+
 def logits_of(weights: str, tokens: list[int]) -> np.ndarray:
-    """Logits ``[VOCAB]`` after ``tokens``: fixed noise by the weights, and by the last three tokens."""
+    """Logits ``[VOCAB]`` after ``tokens``: fixed noise by the weights, and by the last three tokens.
+
+    The weights ``flat`` find all tokens equally likely.
+    """
+    if weights == "flat":
+        return np.zeros(VOCAB)
     seed = [sum(map(ord, weights)) % 2**31, *tokens[-3:]]
     return np.random.default_rng(seed).normal(0.0, 1.5, VOCAB)
 

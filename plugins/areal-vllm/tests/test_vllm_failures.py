@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_request
-from fake_server import FakeServer, log_softmax, logits_of
+from fake_server import FakeServer, log_softmax, logits_of, make_request
 
 from areal_core.api.io_struct import ModelResponse
 from areal_core.errors import ArealError

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_request
-from fake_server import CONTEXT, EOS, log_softmax, logits_of
+from fake_server import CONTEXT, EOS, log_softmax, logits_of, make_request
 
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.errors import ArealError, BadInputError
@@ -180,6 +179,23 @@ def test_connect_when_a_server_has_a_logprobs_mode(
     engine = connect(serve(logprobs_mode=flag, scale_out=scale_out))
 
     assert engine.capabilities.logprob_mode is mode
+
+
+def test_connect_when_the_first_weights_tell_no_mode(serve: Serve, connect: Connect, ask: Ask) -> None:
+    server = serve()
+    server.weights = "flat"
+
+    engine = connect(server)
+
+    assert engine.capabilities.logprob_mode is LogprobMode.UNKNOWN
+    with pytest.raises(BadInputError, match=r"its --logprobs-mode cannot be told. .* update its weights first"):
+        ask(engine, [1])
+    engine.pause_generation()
+    server.weights = "new"
+    engine.weights_updated(1)
+    engine.continue_generation()
+    assert engine.capabilities.logprob_mode is LogprobMode.PROCESSED
+    assert ask(engine, [1]).output_versions == [1] * 8
 
 
 @pytest.mark.parametrize("flag", ["raw_logits", "processed_logits"])

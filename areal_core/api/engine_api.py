@@ -209,8 +209,8 @@ class TrainEngine(abc.ABC):
         whatever the split. A rank may hold an empty batch. If the total weight is 0 the step is skipped.
 
         Args:
-            batch: this data-parallel rank's shard.
-            loss_fn: sum-loss of one micro-batch; may ask for entropy with ``with_entropy``.
+            batch: this data-parallel rank's shard, in host memory.
+            loss_fn: sum-loss of one micro-batch, which is on ``device``; may ask for entropy with ``with_entropy``.
             loss_weight_fn: its weight.
             logits_fn: a function of the logits over the whole vocabulary, of which only a chunk of tokens exists at a
                 time; its results are ``TokenOutput.of_logits``, with gradient. An engine may refuse it.

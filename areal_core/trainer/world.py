@@ -128,7 +128,10 @@ class ShardRouter:
         )
 
     def scatter(self, batch: PackedBatch | None, parts: Sequence[Sequence[int]] | None) -> PackedBatch:
-        """This rank's shard of rank 0's ``batch``: ``parts[data_parallel_rank]`` are its sequences. Collective."""
+        """This rank's shard of rank 0's ``batch``: ``parts[data_parallel_rank]`` are its sequences. Collective.
+
+        It stays in host memory, where an engine sorts it into micro-batches.
+        """
         from areal_core.data.comm import scatter_batches
 
         shards: list[PackedBatch] | None = None
@@ -137,7 +140,7 @@ class ShardRouter:
                 raise ValueError("rank 0 must bring the batch and its parts")
             by_dp = [batch.select(list(part)) for part in parts]
             shards = [by_dp[dp_rank] for dp_rank in self.dp_ranks]
-        return scatter_batches(shards, group=self.world.group, src=0).to(self.engine.device)
+        return scatter_batches(shards, group=self.world.group, src=0)
 
     def gather(
         self, local: torch.Tensor, batch: PackedBatch | None, parts: Sequence[Sequence[int]] | None

@@ -81,7 +81,7 @@ def test_without_zero_advantage_when_nothing_is_left_gives_an_empty_batch() -> N
 
 def test_shard_router_when_alone_returns_values_to_their_places() -> None:
     # Arrange
-    engine = SimpleNamespace(data_parallel_rank=0, data_parallel_world_size=1, device="cpu")
+    engine = SimpleNamespace(data_parallel_rank=0, data_parallel_world_size=1, device="meta")  # nothing goes there
     router = ShardRouter(World(0, 1, None), engine)  # type: ignore[arg-type]
     batch = packed([2, 3, 1])
     parts = [[2, 0, 1]]

@@ -96,7 +96,7 @@ _FOLDERS = tempfile.TemporaryDirectory(prefix="fsdp-models-")
 
 def make_folder(arch: str, folder: Path, *, seed: int = 0) -> Path:
     """A Hugging Face folder with random fp32 weights, a copy of its own."""
-    first = Path(_FOLDERS.name) / f"{arch}-{seed}"
+    first = Path(_FOLDERS.name) / f"{arch}-{seed}-{_COMMON['vocab_size']}"
     if not first.exists():
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(model_config(arch), dtype=torch.float32)

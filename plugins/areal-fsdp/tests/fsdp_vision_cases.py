@@ -12,7 +12,7 @@ import transformers
 from areal_core.api.batch import PackedBatch, TokenOutput
 
 IMAGE, VIDEO, START, END = 55, 56, 57, 58
-ARCHITECTURES = ("qwen2_5_vl", "qwen3_vl")
+ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 _IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 _TEXT: dict[str, Any] = {
@@ -50,6 +50,11 @@ def model_config(arch: str) -> Any:
     if arch == "qwen2_5_vl":
         vision = {**_VISION, "window_size": 16, "fullatt_block_indexes": [1]}
         return transformers.Qwen2_5_VLConfig(text_config=_TEXT, vision_config=vision, **_IDS)
+    if arch == "qwen2_vl":
+        # Of its tower hidden_size is the width of the text that follows.
+        names = ("depth", "num_heads", "patch_size", "temporal_patch_size", "spatial_merge_size", "initializer_range")
+        vision = {**{name: _VISION[name] for name in names}, "embed_dim": 16, "mlp_ratio": 2, "hidden_size": 32}
+        return transformers.Qwen2VLConfig(text_config=_TEXT, vision_config=vision, **_IDS)
     if arch == "gemma3":
         vision = {
             **{name: _VISION[name] for name in ("hidden_size", "intermediate_size", "patch_size")},

@@ -162,8 +162,9 @@ def test_scorer_when_512_ranks_expected_one_output_for_each_token_of_this_rank(
     ("arch", "message"),
     [
         ("qwen3_moe", r"'qwen3_moe' needs the style '\w+' .*it has colwise, rowwise"),
-        ("gpt_oss", r"'gpt_oss'"),
-        ("phi3", r"'phi3' needs the style '\w+'"),
+        ("gpt_oss", r"no layer of model type 'gpt_oss' matches .*fsdp:dXcZ"),
+        ("phi3", r"^backend: .*'phi3' needs the style '\w+' .*qkv_proj, several projections in one.*Use .*fsdp:dXcZ"),
+        ("glm", r"^backend: .*'glm' needs the style '\w+' .*gate_up_proj, several projections in one.*Use .*fsdp:dXcZ"),
     ],
 )
 def test_parallelize_when_a_style_is_not_there_expected_error_that_names_it(join: Any, arch: str, message: str) -> None:

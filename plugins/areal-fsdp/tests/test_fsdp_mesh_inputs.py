@@ -22,9 +22,11 @@ from areal_fsdp.tensor_parallel import check_heads
 @pytest.mark.parametrize(
     ("backend", "replicate", "message"),
     [
-        ("fsdp:p2", 1, r"actor\.backend: .*p2.*megatron or archon"),
-        ("fsdp:d2e2", 1, r"actor\.backend: .*e2.*archon"),
-        ("fsdp:d4et2", 1, r"actor\.backend: .*et2.*archon"),
+        ("fsdp:p2", 1, r"actor\.backend: .*p2.*no pipeline parallelism.* Use fsdp:d2, on as many"),
+        ("fsdp:d2p2t2", 1, r"actor\.backend: .*p2.*no pipeline parallelism.* Use fsdp:d4t2, on as many"),
+        ("fsdp:e2", 1, r"actor\.backend: .*e2.*no expert parallelism.* Use fsdp:d1, on as many"),
+        ("fsdp:d2e2", 1, r"actor\.backend: .*e2.*no expert parallelism.* Use fsdp:d2, on as many"),
+        ("fsdp:d4et2", 1, r"actor\.backend: .*et2.*no expert parallelism.* Use fsdp:d4, on as many"),
         ("fsdp:d6", 4, r"fsdp\.replicate: 4 does not divide the 6 .* Use one of 1, 2, 3, 6"),
     ],
 )
@@ -55,7 +57,12 @@ def test_check_heads_when_not_divisible_expected_error_with_what_would(tensor: i
         check_heads(cases.model_config("qwen3"), tensor=tensor, context=context, key="ref.backend")
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "opt", "mamba"])
+def test_check_heads_when_there_are_none_expected_error_with_what_would() -> None:
+    with pytest.raises(BadInputError, match=r"'mamba' has no attention heads to split. Use fsdp:dN"):
+        check_heads(cases.model_config("mamba"), tensor=2, context=1)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "opt"])
 def test_check_heads_when_no_plan_expected_error_naming_the_model_type(arch: str) -> None:
     with pytest.raises(BadInputError, match=rf"t2 needs a tensor-parallel plan.*'{arch}'.*fsdp:dXcZ"):
         check_heads(cases.model_config(arch), tensor=2, context=1)

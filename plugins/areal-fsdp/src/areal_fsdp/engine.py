@@ -23,24 +23,20 @@ from areal_core.api.io_struct import FinetuneSpec, SaveLoadMeta, WeightUpdateMet
 from areal_core.api.weight_sender import WeightSender
 from areal_core.errors import ArealError, BadInputError, section
 from areal_core.logging import getLogger
-from areal_fsdp import comm, loading, lora, storage, weight_update
+from areal_fsdp import comm, storage, weight_update
+from areal_fsdp.assembly import assemble, is_critic
 from areal_fsdp.background import BackgroundSave
 from areal_fsdp.batch_run import BatchRun, autocast, forward_batch, hidden_batch
 from areal_fsdp.config import FSDPConfig
 from areal_fsdp.convert import convert
 from areal_fsdp.grad_norm import clip_gradients, grad_norm
 from areal_fsdp.layout import RowPart
-from areal_fsdp.materialize import fill, make_buffers
 from areal_fsdp.mesh import Mesh, build_mesh, check_strategy
 from areal_fsdp.offload import Placement
 from areal_fsdp.optim import Schedule, SkipGuard, build_optimizer
-from areal_fsdp.parallel import broadcast_weights, build_scorer, check_parallel, decoder_layers, shard_model
-from areal_fsdp.quantization import check_quantization, quantize_weights, use_float8
-from areal_fsdp.recompute import enable_recomputation
+from areal_fsdp.parallel import decoder_layers
 from areal_fsdp.save_process import SaveProcess
 from areal_fsdp.scorer import Scorer
-from areal_fsdp.tensor_parallel import check_heads
-from areal_fsdp.weight_source import FileSource, ModelSource, NeedsWholeModel, WeightSource
 
 logger = getLogger("FSDPEngine")
 
@@ -107,104 +103,15 @@ class FSDPEngine(TrainEngine):
             self._build(ft_spec, role)
 
     def _build(self, ft_spec: FinetuneSpec | None, role: str) -> None:
-        mesh, config = self.mesh, self.config
-        self._check_dtypes(role)
-        check_quantization(config, self.options, mesh, key=role)
-        self.role = role
-        self.is_critic = role in ("critic", "reward")
-        # Of 8-bit weights every rank holds all.
-        streamed = mesh.world is not None and config.quantization is None
-        error: Exception | None = None
-        try:
-            self.folder = loading.resolve_folder(config.path, key=f"{role}.path")
-            # What is drawn for a model without memory is lost: the draws of the weights must be those of one process.
-            with torch.random.fork_rng(devices=[], enabled=streamed):
-                model = self.build_model(self.folder, from_scratch=config.init_from_scratch, meta=streamed)
-                check_parallel(model, mesh, config, self.options, key=role)
-                if self.options.disable_dropout:
-                    loading.disable_dropout(model)
-                if config.lora is not None:
-                    self.peft = lora.add_lora(model, config.lora)
-            source = self._open_weights(model) if streamed and mesh.rank == 0 else None
-        except BadInputError as caught:
-            error = caught
-        comm.raise_together(error, mesh.world, self.device)
-        if config.optimizer is None:
-            model.requires_grad_(False)
-        if config.recomputation != "none":
-            enable_recomputation(
-                model, config.recomputation, selection=self.options.recompute, every=self.options.recompute_every
-            )
-        if self.options.float8 != "none":
-            use_float8(model, self.options.float8)
-        if streamed:
-            make_buffers(model, self.device)
-        else:
-            model.to(self.device)
-            if mesh.world is not None:
-                broadcast_weights(model, mesh.world)
-        if config.quantization is not None:
-            quantize_weights(model.to(self.compute_dtype), config.quantization)
-        self._scorer = build_scorer(model, mesh, config, self.options, is_critic=self.is_critic)
-        if streamed and mesh.world is not None:
-            shard_model(self._scorer, mesh, self.compute_dtype, self.options)
-            storage_device = torch.device("cpu") if self.options.cpu_offload else self.device
-            fill(model, source, mesh.world, self.device, storage=storage_device)
-            del source
-        if config.optimizer is not None:
-            self.optimizer = build_optimizer(model, config.optimizer)
-            self.schedule = Schedule(self.optimizer, config.optimizer, ft_spec)
-            self._skips = SkipGuard(config.optimizer.max_skipped)
-        if not self._scorer.is_packed and mesh.rank == 0:
-            logger.warning(
-                "%s runs on padded batches: packed attention is off for it (attention %s)",
-                type(model).__name__,
-                model.config._attn_implementation,
-            )
+        self.role, self.is_critic = role, is_critic(role)
+        built = assemble(self.config, self.options, self.mesh, role)
+        self.folder, self._scorer, self.peft = built.folder, built.scorer, built.peft
+        self.compute_dtype = built.compute_dtype
+        if self.config.optimizer is not None:
+            self.optimizer = build_optimizer(built.scorer.model, self.config.optimizer)
+            self.schedule = Schedule(self.optimizer, self.config.optimizer, ft_spec)
+            self._skips = SkipGuard(self.config.optimizer.max_skipped)
         self.train(False)
-
-    def _check_dtypes(self, role: str) -> None:
-        config = self.config
-        if config.dtype != config.param_dtype and config.param_dtype != "float32":
-            raise BadInputError(
-                f"{role}.dtype: computing in {config.dtype} with parameters in {config.param_dtype} is not supported. "
-                "Set param_dtype to float32, or both to the same type."
-            )
-        if config.dtype == "float16" and config.optimizer is not None:
-            raise BadInputError(
-                f"{role}.dtype: training in float16 needs loss scaling, which is not there. Use bfloat16."
-            )
-        self.compute_dtype = loading.DTYPES[config.dtype]
-
-    def _open_weights(self, model: nn.Module) -> WeightSource:
-        """On rank 0: what fills ``model``, which is on the meta device."""
-        from_scratch, with_lora = self.config.init_from_scratch, self.config.lora is not None
-        if not from_scratch and not with_lora:
-            try:
-                return FileSource(self.folder, model)
-            except NeedsWholeModel:
-                pass
-        # What is drawn at random must be drawn as one process draws it: by a model that is whole.
-        whole = self.build_model(self.folder, from_scratch=from_scratch)
-        if self.config.lora is not None:
-            lora.add_lora(whole, self.config.lora)
-        return ModelSource(whole)
-
-    def build_model(self, folder: Path, *, from_scratch: bool, meta: bool = False) -> nn.Module:
-        """The whole model of a folder on the CPU (or the meta device), as this engine's role and options want it."""
-        config = self.config
-        hf_config = loading.load_hf_config(folder, trust_remote_code=config.trust_remote_code)
-        check_heads(hf_config, tensor=self.mesh.tp_size, context=self.mesh.cp_size, key=f"{self.role}.backend")
-        return loading.build_model(
-            folder,
-            hf_config=hf_config,
-            is_critic=self.is_critic,
-            from_scratch=from_scratch,
-            param_dtype=loading.DTYPES[config.param_dtype],
-            attn_impl=config.attn_impl,
-            trust_remote_code=config.trust_remote_code,
-            meta=meta,
-        )
 
     def destroy(self) -> None:
         if self.background_save is not None:

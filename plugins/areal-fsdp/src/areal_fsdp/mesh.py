@@ -22,15 +22,17 @@ def check_strategy(strategy: ParallelStrategy, replicate: int, *, key: str = "ba
     Raises:
         BadInputError: naming the letter or the option.
     """
-    for letter, size, instead in (
-        ("p", strategy.pipeline, "for pipeline parallelism use the megatron or archon engine"),
-        ("e", strategy.expert, "for expert parallelism use the archon engine"),
-        ("et", strategy.expert_tensor, "for expert parallelism use the archon engine"),
+    same = attrs.evolve(strategy, data=strategy.data * strategy.pipeline, pipeline=1, expert=1, expert_tensor=1)
+    for letter, size, kind in (
+        ("p", strategy.pipeline, "pipeline"),
+        ("e", strategy.expert, "expert"),
+        ("et", strategy.expert_tensor, "expert"),
     ):
         if size > 1:
             raise ConfigError(
-                f"fsdp:{strategy} asks for {letter}{size}, which the fsdp engine does not implement; {instead}. "
-                "Its letters are d (data), t (tensor) and c (context), e.g. fsdp:d4t2c2.",
+                f"fsdp:{strategy} asks for {letter}{size}, but the fsdp engine has no {kind} parallelism; its letters "
+                f"are d (data), t (tensor) and c (context). Use fsdp:{same}, on as many processes, or an engine that "
+                "has it, if `areal plugins list` shows one.",
                 key=key,
             )
     if strategy.data % replicate:

@@ -11,6 +11,7 @@ from torch import nn
 from areal_core.api.io_struct import SaveLoadMeta
 from areal_core.errors import ArealError, BadInputError
 from areal_fsdp import checkpoint, comm, export, hf_folder, loading, lora
+from areal_fsdp.assembly import whole_model
 from areal_fsdp.background import save_error
 from areal_fsdp.save_process import shared_save_process
 
@@ -83,7 +84,8 @@ def load(engine: FSDPEngine, meta: SaveLoadMeta) -> None:
         if meta.weight_format == "hf":
             # Rank 0 alone reads; the others know the shapes.
             folder = loading.resolve_folder(str(meta.path))
-            new = engine.build_model(folder, from_scratch=False, meta=engine.mesh.rank != 0)
+            is_first = engine.mesh.rank == 0
+            new = whole_model(engine.config, engine.mesh, folder, engine.role, from_scratch=False, meta=not is_first)
             export.check_fits(scorer.model, new, where=meta.path)
         elif not meta.path.is_dir():
             raise BadInputError(f"{meta.path}: there is no such checkpoint folder.")

@@ -28,6 +28,7 @@ from areal_fsdp.vocab_parallel import vocab_range
 
 #: Styles of ``base_model_tp_plan`` that are implemented.
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+_FUSED = ("qkv_proj", "gate_up_proj")
 _ADVICE = "Use data and context parallelism (fsdp:dXcZ) for this model"
 
 
@@ -41,15 +42,15 @@ def check_heads(hf_config: Any, *, tensor: int, context: int, key: str = "backen
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     kind = config.model_type
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+        if tensor * context > 1:
+            raise BadInputError(f"{key}: model type {kind!r} has no attention heads to split. Use fsdp:dN.")
+        return
     if tensor > 1 and not getattr(config, "base_model_tp_plan", None):
         raise BadInputError(
             f"{key}: t{tensor} needs a tensor-parallel plan, but transformers has none (base_model_tp_plan) for model "
             f"type {kind!r}. {_ADVICE}."
         )
-    if not isinstance(heads, int) or not isinstance(kv_heads, int):
-        if tensor * context > 1:
-            raise BadInputError(f"{key}: model type {kind!r} has no attention heads to split. Use fsdp:dN.")
-        return
     width = getattr(config, "intermediate_size", None)
     split = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     if isinstance(width, int):
@@ -140,20 +141,30 @@ class _Parallelizer:
 
     def _styles(self, decoder: nn.Module) -> list[tuple[nn.Module, str]]:
         plan: dict[str, str] = dict(getattr(decoder.config, "base_model_tp_plan", None) or {})
-        patterns = {re.compile(re.escape(k).replace(r"\*", r"\d+")): (k, style) for k, style in plan.items()}
+        patterns = {entry: re.compile(re.escape(entry).replace(r"\*", r"\d+")) for entry in plan}
         modules = dict(decoder.named_modules())
-        found: list[tuple[nn.Module, str]] = []
-        for name in [*modules, *(name for name, _ in decoder.named_parameters())]:
-            for pattern, (entry, style) in patterns.items():
-                if pattern.fullmatch(name) is None or modules.get(name) is self.model.get_input_embeddings():
-                    continue
-                if style not in _STYLES or name not in modules:
-                    raise ConfigError(
-                        f"tensor parallelism of model type {self.kind!r} needs the style {style!r} (for "
-                        f"{entry}), which the fsdp engine does not have; it has {', '.join(_STYLES)}. {_ADVICE}.",
-                        key="backend",
-                    )
-                found.append((modules[name], style))
+        embedding = self.model.get_input_embeddings()
+        names = [*modules, *(name for name, _ in decoder.named_parameters())]
+        matches = {
+            entry: [n for n in names if pattern.fullmatch(n) is not None and modules.get(n) is not embedding]
+            for entry, pattern in patterns.items()
+        }
+        for entry, matched in matches.items():
+            if matched and plan[entry] in _STYLES and any(name not in modules for name in matched):
+                raise ConfigError(
+                    f"tensor parallelism of model type {self.kind!r} splits {entry}, a parameter of no linear layer, "
+                    f"which the fsdp engine does not. {_ADVICE}.",
+                    key="backend",
+                )
+            if matched and plan[entry] not in _STYLES:
+                fused = ", several projections in one matrix" if entry.endswith(_FUSED) else ""
+                raise ConfigError(
+                    f"tensor parallelism of model type {self.kind!r} needs the style {plan[entry]!r} (for {entry}"
+                    f"{fused}), which the fsdp engine does not have; it has {', '.join(_STYLES)}. {_ADVICE}.",
+                    key="backend",
+                )
+        styles = {name: plan[entry] for entry, matched in matches.items() for name in matched}
+        found = [(module, styles[name]) for name, module in modules.items() if name in styles]
         if not found:
             raise ConfigError(
                 f"no layer of model type {self.kind!r} matches its tensor-parallel plan. {_ADVICE}.", key="backend"

@@ -24,6 +24,9 @@ from areal_local.sampling import SamplingParams, sample_from_candidates, streams
 
 _logger = getLogger("LocalGeneration")
 
+#: Tokens to come that a prefill makes room for, if a request may have as many.
+_ROOM = 256
+
 _NONE = torch.empty(0, dtype=torch.float64)
 
 Done = tuple[Pending, ModelResponse | BaseException]
@@ -228,10 +231,9 @@ class GenerationLoop:
         for pending in sorted(entering, key=lambda pending: -len(pending.request.input_ids)):
             rows.add(pending)
         if rows.holes:
-            length = int(rows.length[: rows.count].max())
             sources, targets = rows.compact()
             if sources:
-                self.decoder.move(sources, targets, length)
+                self.decoder.move(sources, targets, int(rows.length[targets].max()))
 
     def _prefill(self, fresh: npt.NDArray[np.int64]) -> torch.Tensor:
         """Logits ``[len(fresh), V]``; equal sequences are computed once."""
@@ -248,7 +250,7 @@ class GenerationLoop:
         self.counters["prefill_tokens"] += computed
         self.counters["shared_prefill_tokens"] += total - computed
         # Room for what is likely to come saves growing the cache step by step.
-        left = np.minimum(self.rows.max_out[fresh] - self.rows.generated[fresh], 128)
+        left = np.minimum(self.rows.max_out[fresh] - self.rows.generated[fresh], _ROOM)
         capacity = int((self.rows.length[fresh] + left).max())
         given = {"images": seen} if any(seen) else {}  # only to a decoder that reads them
         logits = self.decoder.prefill(sequences, members, capacity, **given)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput
+from areal_fsdp import head as head_module
 from areal_fsdp import linear_logprobs as module
 from areal_fsdp.config import FSDPConfig
 from areal_fsdp.linear_logprobs import linear_logprobs
@@ -32,27 +33,41 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return hidden, weight, targets, torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
 
 
-def formula(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    logp = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
+def soft_cap(logits: torch.Tensor) -> torch.Tensor:
+    return 3 * torch.tanh(logits / 3)
+
+
+def formula(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, capped: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = hidden @ weight.T
+    logp = ((soft_cap(logits) if capped else logits) / TEMPERATURE).log_softmax(-1)
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 @pytest.mark.parametrize("cached", [2**18, 40])
 @pytest.mark.parametrize("entries", [1, TOKENS, 10 * TOKENS + 5, 10**6])
 @pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("capped", [False, True])
 def test_linear_logprobs_when_in_blocks_expected_formula_and_its_gradient(
-    with_entropy: bool, entries: int, cached: int, monkeypatch: pytest.MonkeyPatch
+    capped: bool, with_entropy: bool, entries: int, cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Arrange
     monkeypatch.setattr(module, "CACHED_ENTRIES", cached)
     hidden, weight, targets, scales = inputs(torch.float64)
-    logprobs, entropies = formula(hidden, weight, targets)
+    logprobs, entropies = formula(hidden, weight, targets, capped)
     loss = (logprobs * scales[0]).sum() + (entropies * scales[1]).sum() * with_entropy
     expected = torch.autograd.grad(loss, (hidden, weight))
 
     # Act
     ours, entropy = linear_logprobs(
-        hidden, weight, targets, temperature=TEMPERATURE, with_entropy=with_entropy, entries=entries
+        hidden,
+        weight,
+        targets,
+        temperature=TEMPERATURE,
+        with_entropy=with_entropy,
+        entries=entries,
+        after=soft_cap if capped else None,
     )
     loss = (ours * scales[0]).sum()
     if entropy is not None:
@@ -187,16 +202,17 @@ def entropy_loss(output: TokenOutput, batch: PackedBatch) -> LossOutput:
     return LossOutput(((output.entropy - output.logprobs) * batch["loss_mask"]).sum())
 
 
-@pytest.mark.parametrize("case", ["blocks", "chunks"])
+@pytest.mark.parametrize("case", ["blocks", "capped blocks", "chunks"])
 def test_engine_when_the_vocabulary_is_large_makes_no_matrix_of_logits(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Arrange: llama has a plain head, granite scales its logits. By default, whatever the vocabulary.
+    # Arrange: gemma3 caps its logits; what a hook does to them is not known. By default, whatever the vocabulary.
     monkeypatch.setitem(cases._COMMON, "vocab_size", 5000)
     monkeypatch.setattr("areal_fsdp.scorer.LOGITS_AT_ONCE", 20_000)
-    engine = cases.make_engine(
-        cases.make_folder("llama" if case == "blocks" else "granite", tmp_path), optimizer=cases.sgd()
-    )
+    arch = "gemma3" if case == "capped blocks" else "llama"
+    engine = cases.make_engine(cases.make_folder(arch, tmp_path), optimizer=cases.sgd())
+    if case == "chunks":
+        engine.model.lm_head.register_forward_hook(lambda *_: None)
     batch = cases.ragged_batch()
     predicted = int(batch["loss_mask"].sum())
     weights = 5000 * 32
@@ -221,17 +237,46 @@ def test_engine_when_the_vocabulary_is_large_makes_no_matrix_of_logits(
         pytest.param("gpt2", True, marks=pytest.mark.slow),
     ],
 )
-def test_head_when_looked_at_is_plain_where_logits_are_its_product_alone(
+def test_head_when_it_is_a_product_and_a_function_of_single_logits_gives_both(
     arch: str, plain: bool, tmp_path: Path
 ) -> None:
-    engine = cases.make_engine(cases.make_folder(arch, tmp_path))
+    scorer = cases.make_engine(cases.make_folder(arch, tmp_path)).ready()
     hidden = torch.randn(3, 32)
 
-    weight = engine.ready().head.plain_weight(hidden)
+    linear = scorer.head.linear(hidden)
 
-    assert (weight is not None) == plain
-    if weight is not None:
-        assert_close(engine.ready().logits(hidden), hidden @ weight.T, rtol=1e-6, atol=1e-6)
+    assert linear is not None and (linear.after is None) == plain
+    logits = hidden @ linear.weight.T
+    assert_close(scorer.logits(hidden), logits if linear.after is None else linear.after(logits), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["bias", "hook", "scaled input", "normalised"])
+def test_head_when_it_is_anything_else_gives_none(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Arrange
+    scorer = cases.make_engine(cases.make_folder("llama", tmp_path)).ready()
+    model, original = scorer.model, type(scorer.model).forward
+    if case == "bias":
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(cases.VOCAB))
+    elif case == "hook":
+        model.lm_head.register_forward_hook(lambda *_: None)
+    elif case == "scaled input":
+        stub = head_module._GivenHidden
+        given = stub.forward
+        monkeypatch.setattr(stub, "forward", lambda self, **kwargs: head_module._HiddenOnly(given(self)[0] / 2))
+    else:
+
+        def forward(self: Any, **kwargs: Any) -> Any:
+            output = original(self, **kwargs)
+            output.logits = output.logits - output.logits.mean(-1, keepdim=True)
+            return output
+
+        monkeypatch.setattr(type(model), "forward", forward)
+
+    # Act
+    linear = scorer.head.linear(torch.randn(3, 32))
+
+    # Assert
+    assert linear is None
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma3"])

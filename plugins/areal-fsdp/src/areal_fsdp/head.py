@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
+import attrs
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -36,7 +38,7 @@ class _GivenHidden(nn.Module):
 
 
 class _GivenLogits(nn.Module):
-    """Stands in for the head: keeps what it is called with, and returns given logits."""
+    """Stands in for the head: keeps what it is called with, and returns given logits (of any number of tokens)."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         super().__init__()
@@ -44,8 +46,21 @@ class _GivenLogits(nn.Module):
         self.seen: torch.Tensor | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.seen = hidden.clone()
-        return self._logits.clone()
+        self.seen = hidden
+        return self._logits
+
+
+@attrs.frozen(eq=False)
+class LinearHead:
+    """A head whose logits are ``after(hidden @ weight.T)``.
+
+    Attributes:
+        weight: ``[V, H]``; with tensor parallelism this rank's rows.
+        after: of each logit for itself, ``[S, B]`` to ``[S, B]``; None: nothing.
+    """
+
+    weight: torch.Tensor
+    after: Callable[[torch.Tensor], torch.Tensor] | None
 
 
 class Head:
@@ -59,17 +74,18 @@ class Head:
     def __init__(self, model: nn.Module, decoder: nn.Module) -> None:
         self.model = model
         self.decoder_name = _name_of(model, decoder)
-        self._adds_nothing: bool | None = None
+        self._kind: Literal["plain", "elementwise", "other"] | None = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[S, V]`` of hidden states ``[S, H]``, by the model's own forward: soft-capping and scaling apply."""
         with _replaced(self.model, self.decoder_name, _GivenHidden(hidden[None])):
             return self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
-    def plain_weight(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """``W [V, H]`` if the logits are ``hidden @ W.T`` and nothing else, with tensor parallelism this rank's rows.
+    def linear(self, hidden: torch.Tensor) -> LinearHead | None:
+        """The head as a product of matrices and a function of single logits, such as a soft cap or a scale.
 
-        None where a bias, scale, soft cap, adapter, hook or another kind of layer has a part in them.
+        None where it is something else: where a bias, an adapter, a hook or another kind of layer has a part in it, or
+        where the hidden states are changed before it.
         """
         head = self.model.get_output_embeddings()
         if type(head) is not nn.Linear or head.bias is not None or head._forward_hooks or head._forward_pre_hooks:
@@ -78,23 +94,39 @@ class Head:
         split = isinstance(weight, DTensor)
         if "forward" in head.__dict__ and not split:
             return None
-        if self._adds_nothing is None:
-            self._adds_nothing = self._try_stub(head, hidden)
-        if not self._adds_nothing:
+        name = _name_of(self.model, head)
+        if self._kind is None:
+            self._kind = self._try(name, hidden)
+        if self._kind == "other":
             return None
-        return weight.to_local() if split else weight
+        after = None if self._kind == "plain" else functools.partial(self._after, name, hidden[:1].detach())
+        return LinearHead(weight.to_local() if split else weight, after)
+
+    def _after(self, name: str, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """What the model's forward makes of the product ``[S, B]`` of its head, called ``name``."""
+        with ExitStack() as stack:
+            stack.enter_context(_replaced(self.model, self.decoder_name, _GivenHidden(hidden[None])))
+            stack.enter_context(_replaced(self.model, name, _GivenLogits(logits[None])))
+            return self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     @torch.no_grad()
-    def _try_stub(self, head: nn.Module, hidden: torch.Tensor) -> bool:
-        """Whether the model's forward gives its head the hidden states as they are, and returns its logits as such."""
-        probe = torch.linspace(-3, 3, hidden.shape[-1], device=hidden.device).to(hidden.dtype)[None, None]
-        stub = _GivenLogits(torch.linspace(-99, 99, 64, device=hidden.device).to(hidden.dtype)[None, None])
+    def _try(self, name: str, hidden: torch.Tensor) -> Literal["plain", "elementwise", "other"]:
+        """Whether the head gets the hidden states as they are, and what becomes of its product."""
+        probe = torch.linspace(-3, 3, hidden.shape[-1], device=hidden.device).to(hidden.dtype)[None]
+        given = torch.linspace(-99, 99, 64, device=hidden.device).to(hidden.dtype)[None]
+        stub = _GivenLogits(given[None])
         with ExitStack() as stack:
-            stack.enter_context(_replaced(self.model, self.decoder_name, _GivenHidden(probe)))
-            stack.enter_context(_replaced(self.model, _name_of(self.model, head), stub))
-            logits = self.model(inputs_embeds=probe, use_cache=False).logits
-        unchanged = torch.equal(logits.float(), stub._logits.float())
-        return unchanged and stub.seen is not None and torch.equal(stub.seen, probe)
+            stack.enter_context(_replaced(self.model, self.decoder_name, _GivenHidden(probe[None])))
+            stack.enter_context(_replaced(self.model, name, stub))
+            logits = self.model(inputs_embeds=probe[None], use_cache=False).logits[0]
+        if stub.seen is None or not torch.equal(stub.seen[0], probe) or logits.shape != given.shape:
+            return "other"
+        if torch.equal(logits.float(), given.float()):
+            return "plain"
+        # In another place and in other company a logit must become the same.
+        turned, half = self._after(name, probe, given.flip(-1)), self._after(name, probe, given[:, :32])
+        alone = torch.allclose(turned.flip(-1), logits) and torch.allclose(half, logits[:, :32])
+        return "elementwise" if alone else "other"
 
 
 def _name_of(model: nn.Module, part: nn.Module) -> str:

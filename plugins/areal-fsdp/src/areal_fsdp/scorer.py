@@ -176,12 +176,13 @@ class Scorer(nn.Module):
         index = targets if token_index is None else token_index
         if len(hidden) <= tokens:
             return self._head(hidden, targets, with_entropy, logits_fn, index, supports)
-        weight = self.head.plain_weight(hidden) if logits_fn is None and supports is None else None
-        if weight is not None:
+        linear = self.head.linear(hidden) if logits_fn is None and supports is None else None
+        if linear is not None:
             return linear_logprobs(
                 hidden,
-                weight,
+                linear.weight,
                 targets,
+                after=linear.after,
                 temperature=self.temperature,
                 with_entropy=with_entropy,
                 entries=entries,

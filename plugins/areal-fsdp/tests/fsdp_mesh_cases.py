@@ -91,6 +91,7 @@ def make(case: Case, folder: Path, optimizer: OptimizerConfig | None = None) -> 
         cpu_offload="offload" in case.flags,
         wrap_layers=["Qwen3Attention", "Qwen3MLP"] if "wrap" in case.flags else [],
         reshard_after_forward="wrap" not in case.flags,
+        reduce_dtype="bfloat16" if "reduce16" in case.flags else "float32",
         recompute="ops" if "ops" in case.flags else "layers",
         share_prompts="unshared" not in case.flags,
     )
@@ -244,11 +245,14 @@ def momentum() -> OptimizerConfig:
     return OptimizerConfig(type="sgd", momentum=0.9, lr=0.5, weight_decay=0.0, gradient_clipping=0.0)
 
 
+OTHER_MESH = {"fsdp:d2t2": "fsdp:t2c2", "fsdp:t2c2": "fsdp:d4", "fsdp:d4": "fsdp:d2c2"}
+
+
 def store(case: Case, models: Path, world: World, out: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Every way weights leave and enter an engine, in ``out``; on rank 0 the parameters at the end.
 
     A step, then ``hf`` and, in the background, ``dcp`` are saved, and another step. A second engine that starts from
-    other weights loads the ``dcp`` and takes that step too.
+    other weights loads the ``dcp`` and takes that step too, and a third one on another mesh.
     """
     folder = models / case.arch
     engine = make(case, folder, momentum())
@@ -296,6 +300,19 @@ def store(case: Case, models: Path, world: World, out: Path) -> tuple[dict[str, 
     facts["version"] = other.get_version()
     facts["resumed"] = step(other, 1) == loss and all(
         torch.equal(tensor, straight[name]) for name, tensor in cases.parameters_of(other).items()
+    )
+    # As many ranks on another mesh go on, too.
+    moved = make(
+        attrs.evolve(case, backend=OTHER_MESH[case.backend], flags=()), models / f"{case.arch}-other", momentum()
+    )
+    moved.load(dcp)
+    moved_router = ShardRouter(world, moved)
+    batch = moved_router.scatter(
+        cases.ragged_batch(1) if world.is_main else None, parts_of(case, moved.data_parallel_world_size)
+    )
+    moved.train_batch(batch, cases.policy_loss, cases.token_weight)
+    facts["moved"] = max(
+        float((tensor - straight[name]).abs().max()) for name, tensor in cases.parameters_of(moved).items()
     )
     other.load(SaveLoadMeta(path=folder))
     facts["loaded"] = cases.parameters_of(other)["model.norm.weight"].sum().item()

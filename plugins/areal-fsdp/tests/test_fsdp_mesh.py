@@ -60,6 +60,7 @@ TWO_RANKS = [
     "qwen2/fsdp:t2/ops",
     "qwen3/fsdp:c2/ops",
     "qwen3/fsdp:t2/adamw",
+    "qwen3/fsdp:d2/reduce16/bf16",
     "qwen3/fsdp:t2/bf16",
     "qwen3/fsdp:c2/bf16",
 ]
@@ -307,6 +308,7 @@ def test_save_and_load_when_on_a_mesh_expected_whole_weights_and_resume_in_one_p
     plain = transformers.AutoModelForCausalLM.from_pretrained(models / case.arch)
 
     assert facts["resumed"] and facts["reloaded"] and facts["sent"] and facts["version"] == 7
+    assert facts["moved"] < 1e-5
     assert facts["names"] == sorted(dict(plain.named_parameters()))  # tied ones once
     assert facts["loaded"] == pytest.approx(float(plain.model.norm.weight.sum()), abs=1e-6)
     assert {"config.json", "model.safetensors"} <= set(facts["files"])

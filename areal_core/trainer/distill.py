@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from areal_core.algorithms.distill import distill_loss, distill_loss_weight, divergence
 from areal_core.api.batch import PackedBatch
-from areal_core.api.engine_api import InferenceEngine, TrainEngine
+from areal_core.api.engine_api import TrainEngine
 from areal_core.data.packing import pack_trajectories
 from areal_core.errors import BadInputError
 from areal_core.stats import StatsTracker
 from areal_core.trainer.checks import check_run
-from areal_core.trainer.loading import build_inference_engine, build_train_engine, load_dataset
+from areal_core.trainer.loading import build_train_engine, load_dataset
+from areal_core.trainer.on_policy import OnPolicy
 from areal_core.trainer.residency import Residency
-from areal_core.trainer.rollouts import Rollouts
 from areal_core.trainer.supervised import finetune_spec, load_run_tokenizer
-from areal_core.trainer.weight_sync import WeightSync
 from areal_core.trainer.world import ShardRouter, World, check_same_shards
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ class DistillTrainer:
         self.config = config
         self.world = world
         self.stats = StatsTracker()
-        self.version = 0
         self.tokenizer = load_run_tokenizer(config, config.actor)
         train_rows = load_dataset(config.train_dataset, "rl", self.tokenizer, manager, key="train_dataset")
         spec = finetune_spec(config, len(train_rows))
@@ -59,39 +57,34 @@ class DistillTrainer:
         self.teacher.initialize(spec, role="ref")
         self.residency.add(self.teacher, config.teacher)
         check_same_shards(world, self.actor, self.teacher, key="teacher.backend")
-        self.rollouts: Rollouts | None = None
-        engine: InferenceEngine | None = None
-        if world.is_main:
-            engine = build_inference_engine(
-                config.rollout, config.actor.dtype, manager, log_dir=config.run.path / "logs"
-            )
-            self.rollouts = Rollouts(config, engine, self.tokenizer, train_rows, manager, session, stop)
-        self.weights = WeightSync(
-            world, self.actor, self.rollouts, engine, session, config=config.actor, run_path=config.run.path
+        self.policy = OnPolicy(
+            config,
+            world,
+            manager,
+            session,
+            stop,
+            actor=self.actor,
+            tokenizer=self.tokenizer,
+            rows=train_rows,
+            residency=self.residency,
+            stats=self.stats,
+            steps_per_epoch=self.steps_per_epoch,
         )
 
     # ------------------------------------------------------------------------------------------------- the loop
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.version = int(state["version"])
-        self.actor.set_version(self.version)
-        if self.rollouts is not None:
-            self.rollouts.load_state(state["rollouts"])
+        self.policy.load_state(state, [self.actor])
 
     def start(self) -> None:
-        if self.rollouts is not None:
-            self.rollouts.start(paused=True)
-        self.residency.use(self.actor)
-        self.weights.send(self.version)
+        self.policy.start()
 
     def train_step(self, step: int) -> bool:
         stats = self.stats
         with stats.time("step"):
-            with stats.time("rollout"):
-                self.residency.release()
-                batch = self.rollouts.next_batch(step, stats) if self.rollouts is not None else None
-                if not self.world.agree(batch is not None if self.world.is_main else None):
-                    return False
+            batch, going = self.policy.next_batch(step)
+            if not going:
+                return False
             with stats.time("forward"):
                 shard = self._with_teacher(batch)
             with stats.time("train"):
@@ -99,15 +92,9 @@ class DistillTrainer:
                 results = self.actor.train_batch(shard, distill_loss, distill_loss_weight, logits_fn=self._divergence)
                 stats.scalars(results, "train")
                 self.actor.lr_scheduler_step()
-            with stats.time("update_weights"):
-                self.version += 1
-                self.weights.send(self.version)
-            if batch is not None:
-                stats.scalar("train/tokens", batch.num_tokens)
-                stats.scalar("train/version", self.version)
-                stats.scalar("train/epoch", step / self.steps_per_epoch)
-        if self.rollouts is not None:
-            self.rollouts.step_finished(step)
+            self.policy.hand_over()
+            self.policy.record(step, batch)
+        self.policy.step_finished(step)
         return True
 
     def evaluate(self, step: int) -> bool:
@@ -115,7 +102,8 @@ class DistillTrainer:
         if self.config.valid_dataset is None:
             return True
         self.residency.release()
-        played = self.rollouts.play_eval(step, self.stats) if self.rollouts is not None else None
+        rollouts = self.policy.rollouts
+        played = rollouts.play_eval(step, self.stats) if rollouts is not None else None
         if not self.world.agree(played is not None if self.world.is_main else None):
             return False
         shard = self._with_teacher(None if played is None else pack_trajectories(played))
@@ -124,12 +112,10 @@ class DistillTrainer:
         return True
 
     def state(self) -> dict[str, Any]:
-        assert self.rollouts is not None
-        return {"version": self.version, "rollouts": self.rollouts.state()}
+        return self.policy.state()
 
     def close(self) -> None:
-        if self.rollouts is not None:
-            self.rollouts.close()
+        self.policy.close()
         self.actor.destroy()
         self.teacher.destroy()
 

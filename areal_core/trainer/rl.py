@@ -9,20 +9,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput, as_maximum, as_stat
-from areal_core.api.engine_api import InferenceEngine, TrainEngine
+from areal_core.api.engine_api import TrainEngine
 from areal_core.logging import getLogger
 from areal_core.stats import StatsTracker
 from areal_core.trainer.checks import check_rl, check_run
-from areal_core.trainer.loading import (
-    build_algorithm,
-    build_inference_engine,
-    build_train_engine,
-    load_dataset,
-)
+from areal_core.trainer.loading import build_algorithm, build_train_engine, load_dataset
+from areal_core.trainer.on_policy import OnPolicy
 from areal_core.trainer.residency import Residency
-from areal_core.trainer.rollouts import Rollouts
 from areal_core.trainer.supervised import finetune_spec, load_run_tokenizer
-from areal_core.trainer.weight_sync import WeightSync
 from areal_core.trainer.world import ShardRouter, World
 
 if TYPE_CHECKING:
@@ -51,7 +45,6 @@ class RLTrainer:
         self.config = config
         self.world = world
         self.stats = StatsTracker()
-        self.version = 0
         self.algorithm = build_algorithm(config, manager)
         check_rl(config, self.algorithm, manager)
         self.tokenizer = load_run_tokenizer(config, config.actor)
@@ -80,40 +73,35 @@ class RLTrainer:
         models = [self.actor, *(engine for engine in (self.ref, self.critic) if engine is not None)]
         self.routers = {id(engine): ShardRouter(world, engine) for engine in models}
 
-        self.rollouts: Rollouts | None = None
-        engine: InferenceEngine | None = None
-        if world.is_main:
-            engine = build_inference_engine(
-                config.rollout, config.actor.dtype, manager, log_dir=config.run.path / "logs"
-            )
-            self.rollouts = Rollouts(config, engine, self.tokenizer, train_rows, manager, session, stop, self.algorithm)
-        self.weights = WeightSync(
-            world, self.actor, self.rollouts, engine, session, config=config.actor, run_path=config.run.path
+        self.policy = OnPolicy(
+            config,
+            world,
+            manager,
+            session,
+            stop,
+            actor=self.actor,
+            tokenizer=self.tokenizer,
+            rows=train_rows,
+            residency=self.residency,
+            stats=self.stats,
+            steps_per_epoch=self.steps_per_epoch,
+            algorithm=self.algorithm,
         )
 
     # ------------------------------------------------------------------------------------------------- the loop
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.version = int(state["version"])
-        for engine in self.engines.values():
-            engine.set_version(self.version)
-        if self.rollouts is not None:
-            self.rollouts.load_state(state["rollouts"])
+        self.policy.load_state(state, self.engines.values())
 
     def start(self) -> None:
-        if self.rollouts is not None:
-            # A resumed run plays its unfinished rows again: not with the weights that the engine was loaded with.
-            self.rollouts.start(paused=True)
-        self._send_weights()
+        self.policy.start()
 
     def train_step(self, step: int) -> bool:
         stats = self.stats
         with stats.time("step"):
-            with stats.time("rollout"):
-                self.residency.release()
-                batch = self.rollouts.next_batch(step, stats) if self.rollouts is not None else None
-                if not self.world.agree(batch is not None if self.world.is_main else None):
-                    return False
+            batch, going = self.policy.next_batch(step)
+            if not going:
+                return False
             with stats.time("forward"):
                 batch = self._add_model_outputs(batch)
             if batch is not None:
@@ -126,43 +114,32 @@ class RLTrainer:
                 if self.critic is not None:
                     self._update_critic(self.critic, batch)
                 self._update_actor(batch)
-            with stats.time("update_weights"):
-                self.version += 1
-                self._send_weights()
-            if batch is not None:
-                stats.scalar("train/tokens", batch.num_tokens)
-                stats.scalar("train/version", self.version)
-                stats.scalar("train/epoch", step / self.steps_per_epoch)
-        if self.rollouts is not None:
-            self.rollouts.step_finished(step)
+            self.policy.hand_over()
+            self.policy.record(step, batch)
+        self.policy.step_finished(step)
         return True
 
     def evaluate(self, step: int) -> bool:
         self.residency.release()
-        done = self.rollouts.evaluate(step, self.stats) if self.rollouts is not None else None
+        rollouts = self.policy.rollouts
+        done = rollouts.evaluate(step, self.stats) if rollouts is not None else None
         return bool(self.world.agree(done))
 
     def state(self) -> dict[str, Any]:
-        assert self.rollouts is not None
-        return {"version": self.version, "rollouts": self.rollouts.state()}
+        return self.policy.state()
 
     def close(self) -> None:
-        if self.rollouts is not None:
-            self.rollouts.close()
+        self.policy.close()
         for engine in (*self.engines.values(), self.ref):
             if engine is not None:
                 engine.destroy()
 
     # --------------------------------------------------------------------------------------------- model passes
 
-    def _send_weights(self) -> None:
-        self.residency.use(self.actor)
-        self.weights.send(self.version)
-
     def _add_model_outputs(self, batch: PackedBatch | None) -> PackedBatch | None:
         """The log-probs and values that the algorithm needs, of models as they are before this step's update."""
         if batch is not None:
-            versions = batch["versions"].new_full((batch.num_seqs,), self.version)
+            versions = batch["versions"].new_full((batch.num_seqs,), self.policy.version)
             batch = batch.with_rows(trainer_version=versions)
         wanted: list[tuple[str, TrainEngine, str]] = []
         if self.algorithm.needs_ref_logprobs:

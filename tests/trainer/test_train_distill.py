@@ -190,11 +190,11 @@ def test_distill_when_models_give_way_expected_the_same_run(
     away = train(load_run_config(path, ["run.name=away", "actor.offload=true", "teacher.offload=true"])).path
 
     assert untimed(read_metrics(away)) == untimed(read_metrics(straight))
-    # The teacher's logits are computed while the actor learns and sends its weights. Then the sampler works.
+    # The teacher's logits are computed while the actor learns; it sends its weights, and the sampler works.
     turn = ["ref back", "ref logits", "actor back"]
     start = ["actor away", "ref away", "actor back", "actor away"]
     evaluation = [*turn, "actor away", "ref away"]
-    step = evaluation
+    step = [*turn, "ref away", "actor away"]
     assert moves[: len(start + evaluation)] == start + evaluation
     assert moves[len(start + evaluation) :][: len(step)] == step
 

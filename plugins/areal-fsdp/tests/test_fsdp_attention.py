@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import fsdp_cases as cases
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
+from areal_fsdp import attention
 from areal_fsdp.attention import make_plan, varlen_attention
 from areal_fsdp.layout import make_model_input
 
@@ -67,6 +71,57 @@ def test_varlen_attention_when_ragged_expected_row_by_row_result_and_gradient(
     assert_close(out[0], expected, rtol=1e-10, atol=1e-10)
     for actual, reference in zip(inputs, expected_inputs, strict=True):
         assert_close(actual.grad, reference.grad, rtol=1e-10, atol=1e-10)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> torch.Tensor:
+    """What flash-attn documents of its function: query i of a sequence is aligned with key i + (keys - queries)."""
+    assert causal and dropout_p == 0 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    out = torch.zeros(len(q), q.shape[1], v.shape[-1], dtype=q.dtype)
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    for i in range(len(cu_seqlens_q) - 1):
+        queries = range(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+        keys = range(int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1]))
+        assert len(queries) <= max_seqlen_q and len(keys) <= max_seqlen_k
+        for place, row in enumerate(queries):
+            last = place + len(keys) - len(queries)
+            first = 0 if window_size[0] < 0 else max(0, last - window_size[0])
+            seen = list(keys)[first : last + 1]
+            scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+            scores = torch.einsum("hd,khd->hk", q[row], k[seen]) * scale
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[seen])
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("softcap", "prefixed"), [(None, True), (None, False), (1.5, True)])
+def test_flash_varlen_when_ragged_expected_arguments_that_mean_the_same(
+    window: int | None, softcap: float | None, prefixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    torch.manual_seed(0)
+    prefixes = PREFIXES if prefixed else [(0, 0)] * len(LENGTHS)
+    q, k, v = (torch.randn(sum(LENGTHS), heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+
+    out = attention._flash_varlen(q, k, v, make_plan(LENGTHS, prefixes), None, 0.0, window, softcap)
+
+    assert_close(out, naive_attention(q, k, v, LENGTHS, prefixes, window, softcap), rtol=1e-10, atol=1e-10)
 
 
 def test_varlen_attention_when_plan_is_missing_expected_error() -> None:

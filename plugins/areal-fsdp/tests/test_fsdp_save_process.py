@@ -13,6 +13,7 @@ from typing import Any
 import fsdp_cases as cases
 import pytest
 import torch
+from fsdp_save_cases import request_of, with_hook
 
 from areal_core.api.configs import OptimizerConfig
 from areal_core.api.io_struct import SaveLoadMeta
@@ -38,29 +39,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-#: What a child does after it has written some tensor: {act}.
-_HOOK = """
-import os, signal
-from torch.distributed.checkpoint import filesystem
-write_item, count = filesystem._write_item, 0
-def hooked(transforms, stream, *rest):
-    global count
-    result = write_item(transforms, stream, *rest)
-    count += 1
-    if count == 3:
-        stream.flush()
-        {act}
-    return result
-filesystem._write_item = hooked
-"""
-
-
-def with_hook(act: str) -> str:
-    """The program of a child that does something in the middle of its first file."""
-    start, call, rest = save_process._PROGRAM.rpartition("main(")
-    return start + _HOOK.format(act=act) + call + rest
 
 
 @pytest.fixture
@@ -98,26 +76,26 @@ def test_finish_saving_when_process_is_killed_in_mid_write_expected_error_and_ch
         assert all(torch.equal(weights[k], v) for k, v in cases.parameters_of(other).items())
 
 
+def test_save_when_another_is_under_way_expected_both_complete(tmp_path: Path) -> None:
+    folder = cases.make_folder("qwen2", tmp_path / "model")
+    engine = cases.make_engine(folder, optimizer=ADAMW)
+    expected = {}
+
+    for name in ("first", "second"):
+        step(engine, len(expected))
+        expected[name] = cases.parameters_of(engine)
+        engine.save(dcp_meta(tmp_path / name))
+    engine.finish_saving()
+
+    other = cases.make_engine(folder, optimizer=ADAMW)
+    for name, weights in expected.items():
+        other.load(dcp_meta(tmp_path / name))
+        assert all(torch.equal(weights[k], v) for k, v in cases.parameters_of(other).items())
+
+
 @pytest.fixture(scope="module")
 def shared_copy() -> SharedCopy:
     return SharedCopy({"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(0, 4), "c": torch.tensor(True)})
-
-
-def request_of(folder: Path, copy: SharedCopy) -> dict[str, Any]:
-    items = [
-        {
-            "name": name,
-            "index": None,
-            "kind": "TENSOR",
-            "start": [0] * tensor.ndim,
-            "shape": list(tensor.shape),
-            "whole": list(tensor.shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "offset": copy.offset(tensor),
-        }
-        for name, tensor in copy.tensors.items()
-    ]
-    return {"path": str(folder), "prefix": "__0_", "size": copy.size, "items": items}
 
 
 @pytest.fixture(scope="module")
@@ -218,17 +196,17 @@ def test_save_when_finished_expected_shared_memory_given_back(tmp_path: Path) ->
 _TRAINER = """
 import sys, threading
 sys.path[:0] = {path!r}
-import test_fsdp_save_process as tests
+import fsdp_save_cases
 from areal_fsdp import save_process
 from areal_fsdp.staging import SharedCopy
 import torch
 from pathlib import Path
 
 folder = Path(sys.argv[1])
-save_process._PROGRAM = tests.with_hook("print(os.getpid(), file=open({pipe!r}, 'w')); open({gate!r}).read()")
+save_process._PROGRAM = fsdp_save_cases.with_hook("print(os.getpid(), file=open({pipe!r}, 'w')); open({gate!r}).read()")
 copy = SharedCopy({{name: torch.ones(4) for name in "abcd"}})
 process = save_process.SaveProcess()
-writing = threading.Thread(target=process.write, args=(tests.request_of(folder, copy), copy.descriptor))
+writing = threading.Thread(target=process.write, args=(fsdp_save_cases.request_of(folder, copy), copy.descriptor))
 writing.start()
 try:
     writing.join()

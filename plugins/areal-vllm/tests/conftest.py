@@ -67,3 +67,37 @@ def ask() -> Callable[..., ModelResponse]:
         return asyncio.run(engine.agenerate(make_request(prompt, **fields)))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def real_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with a tokenizer, for the real server below."""
+    from real_servers import save_model, save_tokenizer
+
+    path = tmp_path_factory.mktemp("model")
+    save_tokenizer(path)
+    return save_model(path)
+
+
+@pytest.fixture(scope="session")
+def real_started(real_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
+    """One real server for all tests that leave it as it was: starting one takes longer than they do together."""
+    from real_servers import start_engine
+
+    engine = start_engine("vllm:d1", real_model, log_dir=tmp_path_factory.mktemp("logs"), stream_interval=3)
+    yield engine
+    engine.destroy()
+
+
+@pytest.fixture(scope="session", params=["generate", "completions"])
+def real_engine(request: pytest.FixtureRequest, real_started: VLLMEngine, real_model: str) -> Iterator[VLLMEngine]:
+    """Over either way to generate; the second as one that connects to a server which it has not started."""
+    if request.param == "generate":
+        yield real_started
+        return
+    from real_servers import start_engine
+
+    addresses = [replica.address for replica in real_started.fleet.live]
+    engine = start_engine("vllm", real_model, addresses=addresses, transport="completions", stream_interval=None)
+    yield engine
+    engine.destroy()

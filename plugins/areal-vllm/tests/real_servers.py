@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import time
 import urllib.request
@@ -52,6 +53,23 @@ def save_model(path: Path, *, seed: int = 0, hidden: int = 128, layers: int = 4,
     return str(path)
 
 
+def word(token: int) -> str:
+    return f"w{token:03}"
+
+
+def save_tokenizer(path: Path) -> None:
+    """Beside a model: one word to a token."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(WordLevel({word(token): token for token in range(VOCABULARY)}, unk_token=word(0)))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=word(1), pad_token=word(0), unk_token=word(0))
+    fast.save_pretrained(path)
+
+
 def start_engine(
     backend: str, model: str, *, log_dir: Path | None = None, addresses: list[str] | None = None, **options: Any
 ) -> VLLMEngine:
@@ -97,11 +115,17 @@ def exported(trainer: TrainEngine, path: Path) -> Path:
     return path
 
 
-def forward(model: Path | str, ids: list[int]) -> torch.Tensor:
-    """Log-probs of each token after the first, fp32 ``[L - 1, V]``, by transformers."""
+@functools.lru_cache(maxsize=4)
+def _network(path: str, written: tuple[int, ...]) -> Any:
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def forward(model: Path | str, ids: list[int]) -> torch.Tensor:
+    """Log-probs of each token after the first, fp32 ``[L - 1, V]``, by transformers."""
+    files = sorted(Path(model).glob("*.safetensors"))
+    network = _network(str(model), tuple(file.stat().st_mtime_ns for file in files))
     with torch.no_grad():
         return torch.log_softmax(network(torch.tensor([ids])).logits[0, :-1].float(), dim=-1)
 

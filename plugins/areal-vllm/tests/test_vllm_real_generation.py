@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from real_servers import (
     forward,
     prompts,
     request,
-    save_model,
-    start_engine,
     tokens_so_far,
     until_generated,
 )
@@ -25,28 +22,14 @@ from areal_core.errors import BadInputError
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
+@pytest.fixture
+def model(real_model: str) -> str:
+    return real_model
 
 
-@pytest.fixture(scope="module")
-def started(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    engine = start_engine("vllm:d1", model, log_dir=tmp_path_factory.mktemp("logs"))
-    yield engine
-    engine.destroy()
-
-
-@pytest.fixture(scope="module", params=["generate", "completions"])
-def engine(request: pytest.FixtureRequest, started: Any, model: str) -> Iterator[Any]:
-    """Over either way to generate; the second as one that connects to a server which it has not started."""
-    if request.param == "generate":
-        yield started
-        return
-    addresses = [replica.address for replica in started.fleet.live]
-    engine = start_engine("vllm", model, addresses=addresses, transport="completions")
-    yield engine
-    engine.destroy()
+@pytest.fixture
+def engine(real_engine: Any) -> Any:
+    return real_engine
 
 
 async def run(engine: Any, *requests: Any) -> list[Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from real_servers import VOCABULARY, check_against, forward, prompts, request, save_model, start_engine
+from real_servers import VOCABULARY, check_against, forward, prompts, request, word
 
 from areal_core.api.io_struct import ModelResponse
 from areal_vllm.logprobs import LogprobMode
@@ -17,46 +15,14 @@ from areal_vllm.logprobs import LogprobMode
 pytestmark = pytest.mark.vllm
 
 
-def word(token: int) -> str:
-    return f"w{token:03}"
+@pytest.fixture
+def model(real_model: str) -> str:
+    return real_model
 
 
-def save_tokenizer(path: Path) -> None:
-    """One word to a token."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(WordLevel({word(token): token for token in range(VOCABULARY)}, unk_token=word(0)))
-    tokenizer.pre_tokenizer = Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=word(1), pad_token=word(0), unk_token=word(0))
-    fast.save_pretrained(path)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = save_model(tmp_path_factory.mktemp("model"))
-    save_tokenizer(Path(path))
-    return path
-
-
-@pytest.fixture(scope="module")
-def started(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    engine = start_engine("vllm:d1", model, log_dir=tmp_path_factory.mktemp("logs"), stream_interval=3)
-    yield engine
-    engine.destroy()
-
-
-@pytest.fixture(scope="module", params=["generate", "completions"])
-def engine(request: pytest.FixtureRequest, started: Any, model: str) -> Iterator[Any]:
-    if request.param == "generate":
-        yield started
-        return
-    addresses = [replica.address for replica in started.fleet.live]
-    engine = start_engine("vllm", model, addresses=addresses, transport="completions", stream_interval=None)
-    yield engine
-    engine.destroy()
+@pytest.fixture
+def engine(real_engine: Any) -> Any:
+    return real_engine
 
 
 async def ask(engine: Any, *, count: int = 4, **options: Any) -> list[ModelResponse]:

@@ -101,3 +101,10 @@ def real_engine(request: pytest.FixtureRequest, real_started: VLLMEngine, real_m
     engine = start_engine("vllm", real_model, addresses=addresses, transport="completions", stream_interval=None)
     yield engine
     engine.destroy()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One file after the other: pytest groups tests by parameters over files, and would start each server twice."""
+    if items and all(item.get_closest_marker("vllm") for item in items):
+        items.sort(key=lambda item: str(item.path))

@@ -23,7 +23,7 @@ PLUGINS = (
     "plugins_contrib/areal-arithmetic",
 )
 #: What the sessions with real vLLM servers install, and where their tests are.
-VLLM_PLUGINS = ("plugins/areal-fsdp", "plugins/areal-vllm", "plugins_contrib/areal-arithmetic")
+VLLM_PLUGINS = ("plugins/areal-fsdp", "plugins/areal-local", "plugins/areal-vllm", "plugins_contrib/areal-arithmetic")
 VLLM_TESTS = ("plugins/areal-vllm/tests",)
 TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema")
 # One thread per worker, and threads that sleep while they wait: two busy pools on two cores are slower than one.

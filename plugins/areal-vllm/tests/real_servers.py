@@ -27,7 +27,8 @@ from areal_vllm.engine import VLLMEngine
 VOCABULARY = 160
 #: Of the log-probs: fp32 against fp32.
 TOLERANCE = 1e-4
-ARGS = {"max-model-len": 512, "max-num-seqs": 64}
+#: So few tokens at once that prompts of several requests are computed in parts.
+ARGS = {"max-model-len": 512, "max-num-seqs": 64, "max-num-batched-tokens": 256}
 
 
 def save_model(path: Path, *, seed: int = 0, hidden: int = 128, layers: int = 4, tied: bool = True) -> str:

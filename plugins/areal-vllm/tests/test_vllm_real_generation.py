@@ -82,6 +82,19 @@ async def test_generate_when_several_samples_have_seeds(engine: Any) -> None:
     assert len({tuple(r.output_tokens) for r in first}) == 6
 
 
+async def test_generate_when_prompts_are_computed_in_parts(engine: Any) -> None:
+    # Together more than the server computes in one step, so that steps end in the middle of prompts.
+    def make() -> list[Any]:
+        options = {"max_new_tokens": 12, "ignore_eos": True}
+        return [request(ids, seed=seed, **options) for seed, ids in enumerate(prompts(8, length=100))]
+
+    alone = [await engine.agenerate(one) for one in make()]
+
+    together = await run(engine, *make())
+
+    assert [response.output_tokens for response in together] == [response.output_tokens for response in alone]
+
+
 async def test_generate_when_the_sampler_truncates(engine: Any, model: str) -> None:
     requests = [request(ids, top_k=5, max_new_tokens=16, ignore_eos=True) for ids in prompts(4)]
     try:

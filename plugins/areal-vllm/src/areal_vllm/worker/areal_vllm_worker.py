@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import areal_vllm_generators
 import areal_vllm_logprobs
 import torch
 import torch.distributed as dist
@@ -210,3 +211,4 @@ class WorkerExtension:
 
 # vLLM imports this module before it makes the sampler.
 areal_vllm_logprobs.install()
+areal_vllm_generators.install()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -29,8 +30,11 @@ class Handler(BaseHTTPRequestHandler):
         return
 
     def _answer(self, body: object) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(200)
+        # As vLLM: /health is open, the rest is not.
+        key = os.environ.get("VLLM_API_KEY")
+        known = not key or self.path == "/health" or self.headers["Authorization"] == f"Bearer {key}"
+        data = json.dumps(body if known else {"error": "Unauthorized"}).encode()
+        self.send_response(200 if known else 401)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -39,6 +43,11 @@ class Handler(BaseHTTPRequestHandler):
 scenario, record = sys.argv[1], Path(sys.argv[2])
 arguments = sys.argv[3:]
 port = int(arguments[arguments.index("--port") + 1])
+host = arguments[arguments.index("--host") + 1]
+
+
+class Server(ThreadingHTTPServer):
+    address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def say(line: str) -> None:
@@ -67,4 +76,4 @@ worker = subprocess.Popen(
     start_new_session=True,
 )
 (record / f"{port}.pids").write_text(json.dumps([os.getpid(), worker.pid]))
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+Server((host, port), Handler).serve_forever()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -145,6 +146,60 @@ def test_stop_ends_every_process_and_may_be_called_twice(
     check_gone(processes)
 
 
+def test_stop_when_another_process_has_inherited_the_pipe(
+    config: Callable[..., Any], launch: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    launched = launch(config())
+    pipe = launched.servers[0].guard.stdin
+    assert pipe is not None
+    # As a forked worker of a data loader has it: closing our end does not tell the guard.
+    heir = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=(pipe.fileno(),))
+    processes = pids(tmp_path)
+    try:
+        launched.stop()
+
+        check_gone(processes, timeout=5.0)
+        assert "does not stop" not in caplog.text
+    finally:
+        heir.kill()
+        heir.wait()
+
+
+def test_stop_when_the_guard_hangs_leaves_nothing(
+    config: Callable[..., Any], launch: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_STOP_SECONDS", 0.5)
+    launched = launch(config())
+    processes = pids(tmp_path)
+    os.kill(launched.servers[0].guard.pid, signal.SIGSTOP)
+
+    launched.stop()
+
+    check_gone(processes, timeout=5.0)
+
+
+def test_launch_when_the_servers_want_a_key(
+    config: Callable[..., Any], launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "k-17")
+
+    launched = launch(config())
+
+    assert launched.why_dead(launched.addresses[0]) is None
+
+
+def test_launch_when_the_host_is_ipv6(config: Callable[..., Any], launch: Callable[..., Any]) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+
+    launched = launch(config(host="::1"))
+
+    # As in a URL.
+    assert re.fullmatch(r"\[::1\]:\d+", launched.addresses[0])
+
+
 def test_why_dead_when_a_server_was_killed(
     config: Callable[..., Any], launch: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -226,6 +281,8 @@ def test_launch_when_a_port_is_in_use(config: Callable[..., Any], launch: Callab
         ("vllm:d1", {"python": "/no/such/python"}, "rollout.vllm.python: there is no program '/no/such/python'"),
         ("vllm:d1e2", {}, "rollout.backend: 'vllm:d1e2'"),
         ("vllm:d1", {"host": "192.0.2.77"}, "rollout.vllm.host: cannot listen on '192.0.2.77'"),
+        ("vllm:d1", {"args": {"api_key": "k"}}, "--api-key is decided by the environment variable VLLM_API_KEY"),
+        ("vllm:d1", {"env": {"VLLM_API_KEY": "k"}}, "rollout.vllm.env: set VLLM_API_KEY in the environment of the run"),
     ],
 )
 def test_launch_when_the_input_is_bad(

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from areal_core.api.configs import InferenceEngineConfig
     from areal_vllm.config import VLLMConfig
 
+#: The environment variable that names the key of servers that want one.
+API_KEY = "VLLM_API_KEY"
 #: Flags that a run decides by other keys.
 _OWN_FLAGS = {
+    # A command line is for everybody to read.
+    "api-key": f"the environment variable {API_KEY}",
     "host": "rollout.vllm.host",
     "port": "rollout.vllm.port",
     "model": "actor.path",

@@ -12,6 +12,7 @@ from areal_core.api.configs import InferenceEngineConfig
 from areal_core.errors import ArealError
 from areal_vllm.capabilities import Capabilities, discover
 from areal_vllm.client import Client
+from areal_vllm.command import API_KEY
 from areal_vllm.config import VLLMConfig
 
 _SECONDS = 20.0
@@ -49,7 +50,7 @@ def _package(options: VLLMConfig) -> Check:
 
 
 async def _servers(addresses: list[str], options: VLLMConfig) -> list[Check]:
-    client = Client(max_connections=8, connect_timeout=options.connect_timeout, api_key=os.environ.get("VLLM_API_KEY"))
+    client = Client(max_connections=8, connect_timeout=options.connect_timeout, api_key=os.environ.get(API_KEY))
     try:
         return list(await asyncio.gather(*(_server(client, address, options) for address in addresses)))
     finally:

@@ -13,6 +13,7 @@ from areal_core.errors import ArealError, BadInputError
 from areal_core.logging import getLogger
 from areal_vllm.capabilities import Capabilities, discover, is_paused
 from areal_vllm.client import Client, RequestRefused, ServerError, ServerGone
+from areal_vllm.command import API_KEY
 from areal_vllm.config import VLLMConfig
 from areal_vllm.routing import Replica, Router
 
@@ -55,7 +56,7 @@ class Membership:
         self.client = Client(
             max_connections=options.max_connections,
             connect_timeout=options.connect_timeout,
-            api_key=os.environ.get("VLLM_API_KEY"),
+            api_key=os.environ.get(API_KEY),
         )
         self.gate = asyncio.Event()
         self.gate.set()

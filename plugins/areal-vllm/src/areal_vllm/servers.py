@@ -20,10 +20,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from areal_core.errors import ArealError, BadInputError
 from areal_core.logging import getLogger
 from areal_vllm import guard
-from areal_vllm.command import gpu_devices, server_command, server_environment
+from areal_vllm.command import API_KEY, gpu_devices, server_command, server_environment
 from areal_vllm.config import VLLMConfig
 
 if TYPE_CHECKING:
@@ -79,8 +81,7 @@ class Server:
 
     def is_ready(self, timeout: float) -> bool:
         """Whether it answers that it is healthy."""
-        host, _, port = self.address.rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=timeout)
+        connection = self._connection(timeout)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
@@ -95,13 +96,16 @@ class Server:
         Raises:
             ArealError: with what it answered.
         """
-        host, _, port = self.address.rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=max(timeout, 1.0))
+        connection = self._connection(max(timeout, 1.0))
+        # The servers have it from the same environment, and want it for all but /health.
+        key = os.environ.get(API_KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            connection.request("GET", "/v1/models")
+            connection.request("GET", "/v1/models", headers=headers)
             models = json.loads(connection.getresponse().read())
             body = {"model": models["data"][0]["id"], "prompt": [0], "max_tokens": 1, "temperature": 0}
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            headers["Content-Type"] = "application/json"
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
             response = connection.getresponse()
             answer = response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
@@ -119,18 +123,30 @@ class Server:
                 f"{answer[:_LINE_LENGTH]}. {self.log_tail()}"
             )
 
+    def _connection(self, timeout: float) -> http.client.HTTPConnection:
+        host, _, port = self.address.rpartition(":")
+        return http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout)
+
     def ask_to_stop(self) -> None:
         if self.guard.stdin is not None:
             with contextlib.suppress(OSError):
                 self.guard.stdin.close()
+        # A process that was forked from this one may hold the pipe open.
+        self.guard.terminate()
 
     def wait_stopped(self, deadline: float) -> None:
         try:
             self.guard.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             _logger.warning("the server %s does not stop; it is killed", self.address)
+            left: list[psutil.Process] = []
+            with contextlib.suppress(psutil.Error):
+                left = psutil.Process(self.guard.pid).children(recursive=True)
             self.guard.kill()
             self.guard.wait()
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
 
 
 class Launched:
@@ -196,13 +212,18 @@ def launch(config: InferenceEngineConfig, model_path: str, server_args: Mapping[
             environment = server_environment(config, options, index, on_gpu=bool(devices), devices=devices)
             log = folder / f"vllm-{index}.log"
             _logger.debug("starting %s", " ".join(command))
-            launched.servers.append(Server(command, environment, f"{options.host}:{port}", log))
+            launched.servers.append(Server(command, environment, f"{in_url(options.host)}:{port}", log))
         _logger.info("started %d vLLM server%s, logs in %s", count, "" if count == 1 else "s", folder)
         _wait_ready(launched.servers, config.setup_timeout)
     except BaseException:
         launched.stop()
         raise
     return launched
+
+
+def in_url(host: str) -> str:
+    """``[::1]`` for ``::1``; names and IPv4 addresses stay as they are."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _wait_ready(servers: list[Server], timeout: float) -> None:
@@ -249,6 +270,11 @@ def _check(config: InferenceEngineConfig, options: VLLMConfig, model_path: str) 
         raise BadInputError(
             f"rollout.backend: {config.backend!r}: servers are started with d (replicas), t (tensor) and p (pipeline) "
             "sizes. For expert parallelism give enable-expert-parallel in rollout.vllm.args."
+        )
+    if API_KEY in options.env:
+        raise BadInputError(
+            f"rollout.vllm.env: set {API_KEY} in the environment of the run, which its servers get too. The run needs "
+            "it itself, and writes its configuration down."
         )
     if options.python is not None and shutil.which(options.python) is None:
         raise BadInputError(f"rollout.vllm.python: there is no program {options.python!r}.")

@@ -18,16 +18,21 @@ class Loop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._open, self._ending = threading.Lock(), False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start it. Cancelling the future cancels it."""
-        try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError as error:  # The loop is closed.
-            coroutine.close()
-            raise ArealError("the engine was destroyed") from error
+        """Start it. Cancelling the future cancels it.
+
+        Raises:
+            ArealError: after ``stop``, which would not see it.
+        """
+        with self._open:
+            if not self._ending:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise ArealError("the engine was destroyed")
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run it, and wait for it."""
@@ -43,10 +48,12 @@ class Loop:
 
     def stop(self, last: Coroutine[Any, Any, None]) -> None:
         """Cancel what runs, run ``last``, and end the thread."""
-        if not self._thread.is_alive():
+        with self._open:
+            ended, self._ending = self._ending, True
+        if ended:
             last.close()
             return
-        future = self.submit(self._finish(last))
+        future = asyncio.run_coroutine_threadsafe(self._finish(last), self._loop)
         try:
             future.result()
         finally:

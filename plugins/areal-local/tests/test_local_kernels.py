@@ -68,6 +68,22 @@ def test_attention_when_heads_do_not_follow_each_other_gives_the_same():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_attention_when_another_type_is_the_default_computes_in_its_own():
+    attend = SlottedAttention(kernels, np.arange(1), np.array([4]), 1)
+    tensors = [random(1, 2, 16, seed=seed) for seed in range(3)]
+    cached = random(1, 2, CAPACITY, 16, seed=3), random(1, 2, CAPACITY, 16, seed=4)
+    expected = attend(*tensors, cached, None, None)
+
+    # As transformers does while it loads a model, for all threads.
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = attend(*tensors, cached, None, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("query", "key", "value", "softcap"),
     [

@@ -92,7 +92,8 @@ class SlottedAttention:
         arrays = self._arrays(query, key, value)
         keys, values = self._cached(cached)
         self.kernels.store(*arrays[2:], keys, values, self.rows, self.positions)
-        out = torch.empty(count, heads, size)
+        # Not of torch's default type: loading a model in another thread changes it for all.
+        out = query.new_empty(count, heads, size)
         given = (*arrays[:2], keys, values, self.rows, self.positions)
         factor = np.float32(size**-0.5 if scale is None else scale)
         seen = _UNLIMITED if window is None else window

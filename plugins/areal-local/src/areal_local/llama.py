@@ -97,7 +97,7 @@ class RMSNorm:
         self.fast = weight.dtype == torch.float32 and weight.device.type == "cpu"
         if self.fast:
             self._scaled = self.weight * self.size**0.5
-            self._floor = torch.full((), (self.size * eps) ** 0.5)
+            self._floor = weight.new_full((), (self.size * eps) ** 0.5)
             self.array, self.epsilon = self.weight.numpy(), np.float32(eps)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

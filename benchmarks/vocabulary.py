@@ -110,6 +110,7 @@ def one(way: str, kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "cpu": cpu,
         "peak": peak,
         "work": peak - gradients,
+        "load": os.getloadavg()[0],
         "loss": loss,
         "checks": [float(value) for value in checks],
     }
@@ -155,6 +156,14 @@ def most_different(results: dict[tuple[str, str], list[dict[str, Any]]], kind: s
     return max(abs(a - b) / max(1.0, abs(a)) for a, b in pairs)
 
 
+def busy(results: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+    """A sentence for the reader if others were at work: seconds then say little, and seconds of the CPU more."""
+    load = max(result["load"] for runs in results.values() for result in runs)
+    if load < 1.5 * (os.cpu_count() or 1):
+        return ""
+    return f" Others used the machine meanwhile (load up to {load:.0f}): the CPU's seconds say more than the clock's."
+
+
 def report(results: dict[tuple[str, str], list[dict[str, Any]]], arguments: argparse.Namespace) -> str:
     rows, ratios = [], []
     matrix = 4 * arguments.tokens * arguments.vocab
@@ -188,7 +197,7 @@ turns; median of {arguments.runs}. Memory is the highest resident set above that
 {table(("", "seconds", "least and most", "CPU seconds", "peak MB", "without gradients"), *rows)}
 
 {"; ".join(ratios)}. Limits: {MEMORY_LIMIT} and {TIME_LIMIT} (aim {TIME_AIM}). The gradients of both ways are equal. \
-{measured_on("torch")}
+{measured_on("torch")}{busy(results)}
 
 The products of matrices are four instead of three, as logits are computed twice; what is saved is memory traffic. So \
 wider models come nearer to 1.33. No more than 64 MiB of logits exist at one time; `actor.fsdp.logits_chunk_tokens` \

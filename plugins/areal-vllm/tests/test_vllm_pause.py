@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -191,7 +192,9 @@ def test_agenerate_when_somebody_else_labels_the_weights(serve: Serve, connect: 
 
     # Whose weights it has nobody knows: it is not asked again before the next update.
     assert [answer.output_versions for answer in answers] == [[3] * 8] * 3
-    assert engine.fleet.replicas[0].state == "stale" and engine.export_stats()["retries"] == 1
+    assert engine.export_stats()["retries"] == 1
+    assert not engine.fleet.loop.call(engine.fleet.members.check(engine.fleet.replicas[0]))
+    assert engine.fleet.replicas[0].state == "stale"
 
 
 def test_agenerate_when_an_adapter_was_lost(serve: Serve, connect: Connect, ask: Ask) -> None:
@@ -214,6 +217,32 @@ def test_agenerate_when_an_adapter_was_lost(serve: Serve, connect: Connect, ask:
 
     assert ask(engine, [1]).output_versions == [1] * 8
     assert engine.export_stats()["retries"] == 1
+
+
+def test_agenerate_when_a_server_loads_its_weights_again_is_answered_by_the_other(
+    serve: Serve, connect: Connect, ask: Ask
+) -> None:
+    server, other = serve(), serve()
+    engine = connect(server, other)
+    engine.pause_generation()
+    engine.weights_updated(1)
+    engine.continue_generation()
+    answered = threading.Event()
+    in_time: list[bool] = []
+
+    def load_again(replica: Any) -> bool:
+        in_time.append(answered.wait(5))
+        return True
+
+    engine.fleet.members.bring_up_to_date = load_again
+    server.label = "theirs"
+    answers = [ask(engine, [n + 1]) for n in range(2)]
+    answered.set()
+
+    assert [answer.output_versions for answer in answers] == [[1] * 8] * 2
+    assert engine.export_stats()["retries"] == 1
+    assert engine.fleet.loop.call(engine.fleet.members.check(engine.fleet.replicas[0]))
+    assert in_time == [True]
 
 
 def test_agenerate_when_cancelled_stops_the_server(serve: Serve, connect: Connect) -> None:

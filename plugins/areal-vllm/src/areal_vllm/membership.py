@@ -167,11 +167,15 @@ class Membership:
 
     async def check(self, replica: Replica) -> bool:
         """Look whether a server lives: drop it, or take it back. Those who ask at the same time share one look."""
+        return await asyncio.shield(self.look(replica))
+
+    def look(self, replica: Replica) -> asyncio.Task[bool]:
+        """Begin what ``check`` waits for."""
         task = self._checks.get(replica)
         if task is None:
             task = self._checks[replica] = asyncio.create_task(self._check(replica))
             task.add_done_callback(lambda _: self._checks.pop(replica, None))
-        return await asyncio.shield(task)
+        return task
 
     async def _check(self, replica: Replica) -> bool:
         try:

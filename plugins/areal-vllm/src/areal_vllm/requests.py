@@ -177,7 +177,10 @@ class Generator:
                 self.members.drop(replica, unfit)
             if failure is not None and not attempt.lost:
                 # Only a look tells a broken connection from a dead server.
-                await self.members.check(replica)
+                look = self.members.look(replica)
+                if replica.state == "ready":
+                    await asyncio.shield(look)
+                # Else another may answer meanwhile: it ends with loading weights.
 
     async def _attempt(self, job: Job, attempt: Attempt, part: Part) -> None:
         replica = attempt.replica

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -259,6 +260,36 @@ def test_check_when_a_server_came_back_and_can_be_updated(serve: Serve, connect:
 
     assert check(engine, 0)
     assert (first.weights, first.label, engine.fleet.replicas[0].version) == ("new", "1", 1)
+
+
+def test_watch_when_one_server_loads_weights_still_looks_at_the_other(serve: Serve, connect: Connect) -> None:
+    first, second = serve(), serve()
+    engine = connect(first, second, health_interval=0.05)
+    members, replica = engine.fleet.members, engine.fleet.replicas[1]
+    loading, dropped = threading.Event(), threading.Event()
+    in_time: list[bool] = []
+
+    def bring_up_to_date(_: Any) -> bool:
+        loading.set()
+        in_time.append(dropped.wait(5))
+        return True
+
+    members.bring_up_to_date = bring_up_to_date
+    engine.pause_generation()
+    engine.weights_updated(1, [replica])
+    engine.continue_generation()
+    assert loading.wait(20)
+    drop = members.drop
+
+    def noting(other: Any, reason: str) -> None:
+        drop(other, reason)
+        dropped.set()
+
+    members.drop = noting
+    second.health = 500
+
+    assert check(engine, 0)
+    assert in_time == [True] and replica.state == "down"
 
 
 def test_check_when_a_server_was_only_unreachable(serve: Serve, connect: Connect) -> None:

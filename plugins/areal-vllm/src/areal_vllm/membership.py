@@ -158,12 +158,16 @@ class Membership:
     # -------------------------------------------------------------------------------------------- health
 
     async def _watch(self) -> None:
+        # Each by itself: a look at one may last as long as it takes to load weights.
+        await asyncio.gather(*(self._watch_one(replica) for replica in self.replicas))
+
+    async def _watch_one(self, replica: Replica) -> None:
         while True:
             await asyncio.sleep(self.options.health_interval)
             try:
-                await asyncio.gather(*(self.check(replica) for replica in self.replicas))
+                await self.check(replica)
             except Exception:
-                logger.exception("the health check failed")
+                logger.exception("the health check of %s failed", replica.address)
 
     async def check(self, replica: Replica) -> bool:
         """Look whether a server lives: drop it, or take it back. Those who ask at the same time share one look."""

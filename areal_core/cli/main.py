@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -179,20 +179,32 @@ def build_command(arguments: Sequence[str]) -> Any:
 
     # Loading every plugin takes longer than showing the help, and few bring commands.
     candidates = plugins_that_mention("areal_commands")
+    asked: set[str] = set()
     if candidates:
         from areal_core.plugins import PluginManager
 
-        add_plugin_commands(command, PluginManager(candidates))
+        asked = add_plugin_commands(command, PluginManager(candidates))
     if name is not None and name not in command.commands:
         from areal_core.plugins import get_plugin_manager
 
-        add_plugin_commands(command, get_plugin_manager())
+        add_plugin_commands(command, get_plugin_manager(), asked)
     return command
 
 
-def add_plugin_commands(command: Any, manager: PluginManager) -> None:
-    """Add what plugins bring through ``areal_commands``. One that fails costs a warning, and its own commands."""
+def add_plugin_commands(command: Any, manager: PluginManager, but: Collection[str] = ()) -> set[str]:
+    """Add what plugins bring through ``areal_commands``. One that fails costs a warning, and its own commands.
+
+    Args:
+        but: plugins that are not asked.
+
+    Returns:
+        those that were.
+    """
+    asked: set[str] = set()
     for plugin, add in manager.implementations("areal_commands"):
+        if plugin in but:
+            continue
+        asked.add(plugin)
         try:
             # An application of its own: a hook that fails half-way leaves nothing behind.
             app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -206,6 +218,7 @@ def add_plugin_commands(command: Any, manager: PluginManager) -> None:
                 console.warning(f"plugin {plugin} has a command {name!r}, which exists already; it is left out")
             else:
                 command.add_command(subcommand, name)
+    return asked
 
 
 if __name__ == "__main__":

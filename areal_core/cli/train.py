@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
             typer.Option(help="auto: go on from the newest checkpoint if there is one; must: only then; never."),
         ] = "never",
     ) -> None:
-        """Train a model: `trainer: rl` or `sft`, as CONFIG says.
+        """Train a model: `trainer: rl`, `sft`, `rw`, `dpo` or `distill`, as CONFIG says.
 
         Exits 0 when the run finished, 1 when it failed, 2 on bad input, and 128 + n when signal n interrupted it (it
         is saved; `--resume auto` goes on).

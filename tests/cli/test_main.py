@@ -198,6 +198,17 @@ def test_plugin_command_when_name_is_taken_is_left_out(areal_process: Any, insta
     assert "Greets" not in outcome.stdout
 
 
+def test_plugin_command_when_another_is_mistyped_is_not_said_to_exist_twice(areal_process: Any, install: Any) -> None:
+    install("fake-hello", "fake_hello", COMMAND_PLUGIN)
+    install("fake-bad", "fake_bad", COMMAND_PLUGIN.replace("hello", "bye") + "    raise RuntimeError('boom')\n")
+
+    outcome = areal_process("helo")
+
+    assert outcome.code == 2 and "Did you mean 'hello'?" in outcome.stderr
+    assert "exists already" not in outcome.stderr
+    assert outcome.stderr.count("boom") == 1
+
+
 def test_plugin_command_when_plugin_is_disabled_is_not_there(areal_process: Any, install: Any) -> None:
     install("fake-hello", "fake_hello", COMMAND_PLUGIN)
 

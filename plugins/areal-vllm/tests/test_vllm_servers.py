@@ -122,6 +122,15 @@ def test_launch_when_arguments_are_given_twice_takes_the_later(
     assert "--enable-lora --max-lora-rank 32" in flags
 
 
+def test_launch_when_the_user_sets_the_import_path_keeps_that_of_the_worker(
+    config: Callable[..., Any], launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    launch(config(env={"PYTHONPATH": "/mine"}))
+
+    ours, *others = recorded(tmp_path)[0]["environment"]["PYTHONPATH"].split(os.pathsep)
+    assert ours.endswith("areal_vllm/worker") and others == ["/mine"]
+
+
 def test_launch_when_the_launcher_set_variables_for_its_ranks(
     config: Callable[..., Any], launch: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,8 +120,6 @@ def server_environment(
         VLLM_NO_USAGE_STATS="1",
         PYTHONUNBUFFERED="1",
     )
-    path = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{_WORKER_FOLDER}{os.pathsep}{path}" if path else str(_WORKER_FOLDER)
     if on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[index * size : (index + 1) * size])
     else:
@@ -132,6 +130,8 @@ def server_environment(
         environment["OMP_NUM_THREADS"] = str(max(1, _cores() // (parallel.data * size)))
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
     environment.update({key: value for key, value in options.env.items() if key != "CUDA_VISIBLE_DEVICES"})
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{_WORKER_FOLDER}{os.pathsep}{path}" if path else str(_WORKER_FOLDER)
     return environment
 
 

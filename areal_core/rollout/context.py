@@ -85,6 +85,7 @@ class EpisodeEngine(InferenceEngine):
         sample: index of the episode in its group.
         group_cache: a dict that the episodes of one row share, e.g. for its tokenised prompt.
         requests, generated_tokens: sent and received so far.
+        with_support: responses so far that came with supports.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class EpisodeEngine(InferenceEngine):
         self._with_supports = with_supports
         self.sample = sample
         self.group_cache: dict[Any, Any] = {} if group_cache is None else group_cache
-        self.requests = self.generated_tokens = 0
+        self.requests = self.generated_tokens = self.with_support = 0
         self.episode_id = f"{uid}/{sample}/{attempt}"
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
@@ -140,6 +141,8 @@ class EpisodeEngine(InferenceEngine):
         if response.stop_reason == "abort":
             raise ArealError("the inference engine aborted the request")
         self.generated_tokens += len(response.output_tokens)
+        if response.output_supports is not None:
+            self.with_support += 1
         return response
 
     async def _go_on(self, request: ModelRequest, response: ModelResponse) -> ModelResponse:

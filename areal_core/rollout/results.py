@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,22 @@ def as_trajectories(result: Any, workflow: str) -> list[Trajectory]:
         _check(item, where)
         trajectories.append(item)
     return trajectories
+
+
+def check_supports(trajectories: Sequence[Trajectory], workflow: str) -> None:
+    """For an episode of which every response had supports: each trajectory has them too.
+
+    Raises:
+        WorkflowResultError: if one has none: its log-probs are over the supports, and those of training would be over
+            the whole vocabulary.
+    """
+    for trajectory in trajectories:
+        if trajectory.supports is None:
+            raise WorkflowResultError(
+                f"workflow {workflow!r}: returned no supports, though its samples are truncated and their log-probs "
+                "are over what was kept. Use Trajectory.from_response or from_turns, or give supports [L, K]: the rows "
+                "of response.output_supports, and -1 for tokens that were not sampled."
+            )
 
 
 def is_sound(trajectory: Trajectory) -> bool:

@@ -17,7 +17,7 @@ from areal_core.logging import getLogger
 from areal_core.rollout.context import EpisodeEngine, group_seed
 from areal_core.rollout.episode import Episode, Group, Job, read_first_versions
 from areal_core.rollout.failures import FailureWatch, describe
-from areal_core.rollout.results import as_trajectories, is_sound
+from areal_core.rollout.results import as_trajectories, check_supports, is_sound
 from areal_core.rollout.staleness import StalenessManager
 
 #: How long episodes that never wait for anything may keep the event loop from its other work.
@@ -247,7 +247,7 @@ class EpisodeRunner:
             try:
                 result = await group.workflow.arun_episode(engine, dict(group.row))
                 if not episode.ended:
-                    self._take_result(episode, result)
+                    self._take_result(episode, result, has_supports=0 < engine.requests == engine.with_support)
                 return
             except BaseException as error:  # A workflow may raise anything, SystemExit for one.
                 if isinstance(error, GeneratorExit) and not self.loop.is_running():
@@ -255,7 +255,7 @@ class EpisodeRunner:
                 if episode.ended or not self.watch.try_again(episode, error):
                     return
 
-    def _take_result(self, episode: Episode, result: Any) -> None:
+    def _take_result(self, episode: Episode, result: Any, *, has_supports: bool) -> None:
         group = episode.group
         if type(result) is Trajectory and is_sound(result):
             trajectories = [result]
@@ -264,6 +264,8 @@ class EpisodeRunner:
             if not trajectories:
                 episode.reject("workflow")
                 return
+        if has_supports:
+            check_supports(trajectories, type(group.workflow).__name__)
         for trajectory in trajectories:
             _set_group_id(trajectory, group.uid)
         episode.trajectories = trajectories

@@ -18,6 +18,7 @@ from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, Mo
 from areal_core.api.supports import MAX_SUPPORT, from_ragged, from_rows, join, to_ragged
 from areal_core.data.comm import scatter_batches
 from areal_core.data.packing import pack_trajectories
+from areal_core.errors import ArealError
 from areal_core.rollout.agents.completions import Completion
 from areal_core.rollout.agents.export import export_concat
 from areal_core.rollout.agents.workflow import AgentRunner
@@ -238,6 +239,36 @@ def test_controller_when_the_engine_returns_supports_asks_in_training_alone(
         controller.stop()
 
     assert [request.return_supports for request in engine.requests] == [False, returns]
+
+
+class Truncating(FakeEngine):
+    returns_supports = True
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        return response([1], [2, 3], matrix([2, 5], [3]) if request.return_supports else None)
+
+
+@pytest.mark.parametrize(("helper", "refused"), [(None, True), (GenerationHyperparameters(), False)])
+def test_controller_when_a_workflow_leaves_the_supports_out(
+    helper: GenerationHyperparameters | None, refused: bool
+) -> None:
+    class Workflow:
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
+            await engine.agenerate(ModelRequest(input_ids=[1], gconfig=TRUNCATED))
+            if helper is not None:
+                # Then the tokens may be those of this one, which has no supports.
+                await engine.agenerate(ModelRequest(input_ids=[1], gconfig=helper))
+            return as_dict()
+
+    with RolloutController(
+        Truncating(), Workflow(), InferenceEngineConfig(), batch_size=1, with_supports=True
+    ) as controller:
+        if refused:
+            # Its log-probs are over the supports, and would be compared with those over the whole vocabulary.
+            with pytest.raises(ArealError, match=r"'Workflow'.*no supports.*response.output_supports"):
+                controller.rollout_batch([{"n": 1}])
+        else:
+            assert len(controller.rollout_batch([{"n": 1}]).trajectories) == 1
 
 
 async def test_agent_when_training_truncates_asks_and_keeps_the_supports_of_all_its_turns() -> None:

@@ -226,3 +226,24 @@ def test_offload_when_requests_wait_goes_on_after_onload(make_model, make_engine
     answers = generate_with_swap(engine, 6, lambda: (engine.offload(), engine.onload()))
 
     assert answers[0].output_tokens == greedy_continuation(model, PROMPT, 20)[5:]
+
+
+def test_offload_when_the_model_leaves_its_device_keeps_nothing_there(make_model, make_engine, monkeypatch):
+    model = make_model("qwen3")
+    engine = make_engine(model)
+    host = engine._host
+
+    def leave(device):
+        for parameter in host.model.parameters():
+            parameter.data = parameter.data.clone()
+
+    # Stands for a GPU, whose memory is free when nothing refers to it any more.
+    host.device = torch.device("cuda")
+    monkeypatch.setattr(host.model, "to", leave)
+    engine.offload()
+
+    network = host.loop.decoder.network
+    layer, own = network.layers[0], host.model.model.layers[0]
+    assert network.embedding.data_ptr() == host.model.model.embed_tokens.weight.data_ptr()
+    assert layer.norm_in.weight.data_ptr() == own.input_layernorm.weight.data_ptr()
+    assert layer.out.parts[0][1].data_ptr() == own.self_attn.o_proj.weight.data_ptr()

@@ -147,9 +147,10 @@ class ModelHost:
     def offload(self) -> None:
         self.loop.pause()
         self.loop.decoder.clear()
-        self.loop.weights_changed(keep_kv=False)
         if self.device.type != "cpu":
             self.model.to("cpu")
+        # After the move: what the decoder knows of the old place would keep its memory.
+        self.loop.weights_changed(keep_kv=False)
 
     def onload(self) -> None:
         if self.device.type != "cpu":

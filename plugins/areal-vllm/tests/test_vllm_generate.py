@@ -301,6 +301,7 @@ def test_connect_when_it_is_no_vllm_server(serve: Serve, connect: Connect) -> No
         ("vllm:e2", [], "has a size for expert"),
         ("vllm", ["a:1", "host"], r"rollout.addresses\[1\]: 'host' names no server. Write host:port"),
         ("vllm", ["host:8000/v1"], r"rollout.addresses\[0\]: 'host:8000/v1' names no server"),
+        ("vllm", ["a:1", "https://me:pw@host"], r"rollout.addresses\[1\] holds a user or a password[^@]*VLLM_API_KEY"),
         ("vllm", ["a:1", "b:1", "a:1"], r"rollout.addresses\[2\]: 'a:1' stands twice"),
     ],
 )

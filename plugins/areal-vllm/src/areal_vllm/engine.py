@@ -15,6 +15,7 @@ from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import FinetuneSpec, ModelRequest, ModelResponse, WeightUpdateMeta
 from areal_core.errors import ArealError, BadInputError
 from areal_vllm import logprobs, truncation
+from areal_vllm.command import API_KEY
 from areal_vllm.config import VLLMConfig
 from areal_vllm.eos import as_ids, model_eos_ids
 from areal_vllm.fleet import Fleet
@@ -303,6 +304,11 @@ class VLLMEngine(InferenceEngine):
 
 def _check_addresses(addresses: list[str]) -> None:
     for index, address in enumerate(addresses):
+        if "@" in address:
+            raise BadInputError(
+                f"rollout.addresses[{index}] holds a user or a password, which would stand in logs and in the run's "
+                f"configuration. Leave it out; for a server that wants a key set the environment variable {API_KEY}."
+            )
         if not _ADDRESS.fullmatch(address):
             raise BadInputError(
                 f"rollout.addresses[{index}]: {address!r} names no server. Write host:port, or a URL such as "

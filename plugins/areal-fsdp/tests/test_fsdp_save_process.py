@@ -194,7 +194,8 @@ def test_save_when_finished_expected_shared_memory_given_back(tmp_path: Path) ->
 
 #: A trainer with a save under way: says its child, and waits for a line of input within the child's write.
 _TRAINER = """
-import sys, threading
+import signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
 sys.path[:0] = {path!r}
 import fsdp_save_cases
 from areal_fsdp import save_process

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import attrs
@@ -235,8 +236,9 @@ def _open_gloo(engine: InferenceEngine, meta: WeightUpdateMeta, world_size: int,
 
 
 def _own_address(receivers: Sequence[str]) -> str:
-    """The address at which the host of ``host:port...`` reaches this machine."""
-    host = receivers[0].rpartition(":")[0].strip("[]") or "127.0.0.1"
+    """The address at which the host of ``host:port...``, or of a URL, reaches this machine."""
+    name = receivers[0]
+    host = (urlsplit(name if "://" in name else f"//{name}").hostname if ":" in name else None) or "127.0.0.1"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing; it only picks the interface.

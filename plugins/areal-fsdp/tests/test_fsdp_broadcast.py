@@ -41,6 +41,19 @@ def test_update_weights_when_distributed_expected_every_tensor_of_the_files_once
     engine.destroy()
 
 
+@pytest.mark.parametrize("name", ["http://127.0.0.1:1/prefix/0", "http://localhost/0"])
+def test_update_weights_when_receivers_are_named_by_urls_expected_to_reach_them(name: str, tmp_path: Path) -> None:
+    engine = cases.make_engine(cases.make_folder("qwen2", tmp_path / "model"))
+    receiver: Any = BroadcastReceiver()
+    receiver.names = (name,)
+    engine.connect_engine(receiver, META)
+
+    engine.update_weights(META)
+
+    assert list(receiver.tensors[0]) == [name for name, _, _ in receiver.specs]
+    engine.destroy()
+
+
 def test_update_weights_when_there_is_more_than_a_bucket_expected_several(tmp_path: Path) -> None:
     config = transformers.Qwen2Config(
         vocab_size=600,

@@ -1,5 +1,6 @@
 import _thread
 import asyncio
+import signal
 import threading
 
 import pytest
@@ -561,7 +562,15 @@ def test_wait_when_told_to_stop_raises_and_cancels(start):
     assert controller.engine.calls[-1].startswith("continue")
 
 
-def test_wait_when_interrupted_by_the_keyboard_cancels_and_can_go_on(start):
+@pytest.fixture
+def ctrl_c_raises():
+    """As in a terminal; a shell's background job inherits that SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_wait_when_interrupted_by_the_keyboard_cancels_and_can_go_on(start, ctrl_c_raises):
     class Hanging(Workflow):
         async def arun_episode(self, engine, data):
             result = await super().arun_episode(engine, data)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -384,7 +384,15 @@ def test_stop_signal_when_signalled_once_is_true_and_restores_handlers() -> None
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_stop_signal_when_signalled_twice_acts_at_once() -> None:
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """As in a terminal; a shell's background job inherits that SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_stop_signal_when_signalled_twice_acts_at_once(ctrl_c_raises: None) -> None:
     with pytest.raises(KeyboardInterrupt), StopSignal():  # noqa: PT012 - the second signal raises
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)

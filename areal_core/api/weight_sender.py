@@ -213,8 +213,17 @@ def _open_gloo(engine: InferenceEngine, meta: WeightUpdateMeta, world_size: int,
         )
     timeout = timedelta(seconds=_JOIN_SECONDS)
     address = _own_address(engine.weight_receivers())
-    # On all interfaces, because receivers may be on other machines; port 0 takes a free one.
-    store = dist.TCPStore("0.0.0.0", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+    # A socket of our own: the store's would listen on all interfaces, not on the one towards the receivers alone.
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    store = dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     prefix = f"areal-weights-{uuid4().hex}"
     options = {
         "backend": "gloo",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import fsdp_cases as cases
+import psutil
 import pytest
 import torch
 import transformers
@@ -167,4 +168,21 @@ def test_update_weights_when_a_receiver_leaves_expected_an_error(tmp_path: Path)
     with pytest.raises(RuntimeError, match=r"the worker is gone|closed|Connection"):
         engine.update_weights(META)
 
+    engine.destroy()
+
+
+def test_update_weights_when_receivers_are_local_expected_no_port_open_to_others(tmp_path: Path) -> None:
+    def listening() -> set[tuple[str, int]]:
+        found = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        return {(c.laddr.ip, c.laddr.port) for c in found}
+
+    engine = cases.make_engine(cases.make_folder("qwen2", tmp_path / "model"))
+    receiver: Any = BroadcastReceiver()
+    before = listening()
+    engine.connect_engine(receiver, META)
+
+    engine.update_weights(META)
+
+    opened = listening() - before
+    assert opened and {address for address, _ in opened} == {"127.0.0.1"}
     engine.destroy()

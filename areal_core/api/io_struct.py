@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from areal_core.api.supports import MAX_SUPPORT, Supports, join
 from areal_core.config.fields import option
+from areal_core.errors import BadInputError
 
 StopReason = Literal["stop", "length", "tool_calls", "abort", "interrupt"]
 
@@ -121,6 +122,29 @@ class ModelRequest:
     image_data: list[Any] | None = None
     processor: Any = None
     return_supports: bool = False
+
+    def room_for_completion(self, context: int | None, name: str = "the context") -> int:
+        """Most tokens that may be generated, by ``gconfig`` and the engine's context.
+
+        Args:
+            context: tokens of prompt and completion; None: no bound.
+            name: of the context, for the error.
+
+        Raises:
+            BadInputError: if the prompt leaves no room.
+        """
+        size, most = len(self.input_ids), self.gconfig.max_new_tokens
+        for limit, what in ((self.gconfig.max_tokens, "max_tokens"), (context, name)):
+            if limit is None:
+                continue
+            if size >= limit:
+                raise BadInputError(
+                    f"the prompt has {size} tokens, which leaves no room for a completion: {what} is {limit}, "
+                    f"so a prompt may have at most {limit - 1} (max_new_tokens={self.gconfig.max_new_tokens}). "
+                    f"max_length of the dataset (train_dataset.max_length) drops longer rows"
+                )
+            most = min(most, limit - size)
+        return most
 
 
 @attrs.define(kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""The process that writes checkpoints: nothing but the standard library, until the parent's end is watched for.
+"""The process that writes checkpoints: nothing heavy until the parent's end is watched for.
 
 It serves one socket. A request is a JSON frame, sent together with the descriptor of a segment of shared memory (see
 ``staging``); it says which tensors lie where in the segment, and what they are called. The answer is a JSON frame.
@@ -6,18 +6,14 @@ It serves one socket. A request is a JSON frame, sent together with the descript
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import json
 import mmap
 import os
-import select
-import signal
 import socket
 import struct
-import sys
-import threading
 from typing import Any
+
+from areal_core.child import serve_parent
 
 LENGTH = struct.Struct("<Q")
 
@@ -28,29 +24,13 @@ def main(descriptor: int) -> None:
     Args:
         descriptor: of the socket to the parent.
     """
-    # Ctrl-C, and a scheduler that tells every process of a job to stop, are the parent's to handle: it may be waiting
-    # for the last checkpoint.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # What libraries print must not end up in the output of a command.
-    os.dup2(2, 1)
-    faulthandler.enable(all_threads=False)
-    sock = socket.socket(fileno=descriptor)
-    threading.Thread(target=_exit_with_parent, args=(sock,), name="parent-watch", daemon=True).start()
-    code = 0
-    try:
-        while True:
-            request, segment = receive(sock)
-            send(sock, _answer(request, segment))
-    except (EOFError, ConnectionError):
-        pass
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        code = 1
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.flush()
-        os._exit(code)
+    serve_parent(descriptor, _serve)
+
+
+def _serve(sock: socket.socket) -> None:
+    while True:
+        request, segment = receive(sock)
+        send(sock, _answer(request, segment))
 
 
 def send(sock: socket.socket, message: dict[str, Any], descriptor: int | None = None) -> None:
@@ -131,14 +111,3 @@ def _write(request: dict[str, Any], memory: mmap.mmap) -> list[Any]:
     results = dcp.FileSystemWriter(request["path"]).write_data(plan, planner).wait()
     stored = [(numbers[result.index], result.storage_data) for result in results]
     return [[number, info.relative_path, info.offset, info.length] for number, info in stored]
-
-
-def _exit_with_parent(sock: socket.socket) -> None:
-    # A hung-up socket is reported whatever is asked for. The parent's id also catches a parent whose end of the socket
-    # was inherited by somebody else.
-    parent = os.getppid()
-    poll = select.poll()
-    poll.register(sock, 0)
-    while not poll.poll(1000) and os.getppid() == parent:
-        pass
-    os._exit(0)

@@ -167,22 +167,11 @@ class LocalEngine(InferenceEngine):
         gconfig, prompt, facts = request.gconfig, request.input_ids, host.facts
         if gconfig.n_samples != 1:
             raise BadInputError(f"gconfig.n_samples is {gconfig.n_samples}: send one request per sample")
-        size = len(prompt)
-        if not size:
+        if not prompt:
             raise BadInputError("input_ids is empty: a prompt needs at least one token")
         if min(prompt) < 0 or max(prompt) >= facts.vocab_size:
             raise BadInputError(f"input_ids holds an id outside the model's vocabulary of {facts.vocab_size}")
-        max_out = gconfig.max_new_tokens
-        for limit, name in ((gconfig.max_tokens, "max_tokens"), (facts.context, "the context")):
-            if limit is None:
-                continue
-            if size >= limit:
-                raise BadInputError(
-                    f"the prompt has {size} tokens, which leaves no room for a completion: {name} is {limit}, "
-                    f"so a prompt may have at most {limit - 1} (max_new_tokens={gconfig.max_new_tokens}). "
-                    f"max_length of the dataset (train_dataset.max_length) drops longer rows"
-                )
-            max_out = min(max_out, limit - size)
+        max_out = request.room_for_completion(facts.context)
         tokenizer = request.tokenizer if request.tokenizer is not None else self.tokenizer
         if gconfig.stop and tokenizer is None:
             raise BadInputError("gconfig.stop: stop strings need request.tokenizer")

@@ -170,22 +170,11 @@ class VLLMEngine(InferenceEngine):
             raise BadInputError("image_data: the vllm engine sends no images yet. Use rollout.backend=local.")
         if request.return_supports:
             truncation.check(request)
-        size = len(prompt)
-        if not size:
+        if not prompt:
             raise BadInputError("input_ids is empty: a prompt needs at least one token")
         if min(prompt) < 0:
             raise BadInputError("input_ids holds a negative id")
-        most = gconfig.max_new_tokens
-        for limit, name in ((gconfig.max_tokens, "max_tokens"), (capabilities.context, "the servers' context")):
-            if limit is None:
-                continue
-            if size >= limit:
-                raise BadInputError(
-                    f"the prompt has {size} tokens, which leaves no room for a completion: {name} is {limit}, "
-                    f"so a prompt may have at most {limit - 1} (max_new_tokens={gconfig.max_new_tokens}). "
-                    f"max_length of the dataset (train_dataset.max_length) drops longer rows"
-                )
-            most = min(most, limit - size)
+        most = request.room_for_completion(capabilities.context, "the servers' context")
         for replica in fleet.replicas:
             if replica.capabilities is not None:
                 mode = replica.capabilities.logprob_mode

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -96,14 +97,9 @@ class Client:
         params: dict[str, str] | None,
         timeout: float,
     ) -> Any:
-        try:
-            async with self._request(session, method, address, path, body, params, timeout) as response:
-                data = await response.read()
-                if response.status >= 400:
-                    raise _refusal(address, path, response.status, data)
-                is_json = response.content_type == "application/json"
-        except _FAILURES as error:
-            raise ServerGone(_describe(address, path, error, timeout)) from error
+        async with self._answer(session, method, address, path, body, params, timeout) as response:
+            data = await response.read()
+            is_json = response.content_type == "application/json"
         if not data:
             return None
         if not is_json:
@@ -121,27 +117,23 @@ class Client:
         Raises:
             as ``call``; ServerGone also if the stream ends before ``[DONE]``.
         """
-        try:
-            async with self._request(self._generation, "POST", address, path, body, None, timeout) as response:
-                if response.status >= 400:
-                    raise _refusal(address, path, response.status, await response.read())
-                rest = b""
-                while chunk := await response.content.readany():
-                    *events, rest = (rest + chunk).split(b"\n\n")
-                    for event in events:
-                        if not event.startswith(b"data:"):
-                            continue
-                        text = event[5:].strip()
-                        if text == b"[DONE]":
-                            # To its end, so that the connection can be used again.
-                            await response.read()
-                            return
-                        on_event(_event(address, path, text))
-        except _FAILURES as error:
-            raise ServerGone(_describe(address, path, error, timeout)) from error
+        async with self._answer(self._generation, "POST", address, path, body, None, timeout) as response:
+            rest = b""
+            while chunk := await response.content.readany():
+                *events, rest = (rest + chunk).split(b"\n\n")
+                for event in events:
+                    if not event.startswith(b"data:"):
+                        continue
+                    text = event[5:].strip()
+                    if text == b"[DONE]":
+                        # To its end, so that the connection can be used again.
+                        await response.read()
+                        return
+                    on_event(_event(address, path, text))
         raise ServerGone(f"{address}{path} ended its answer in the middle")
 
-    def _request(
+    @contextlib.asynccontextmanager
+    async def _answer(
         self,
         session: aiohttp.ClientSession,
         method: str,
@@ -150,14 +142,22 @@ class Client:
         body: Any,
         params: dict[str, str] | None,
         timeout: float,
-    ) -> Any:
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to a request, when its head has come; failures within are those of ``call``."""
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=self._connect_timeout)
         data, headers = None, None
         if body is not None:
             data, headers = json.dumps(body, separators=(",", ":")).encode(), {"Content-Type": "application/json"}
-        return session.request(
-            method, base_url(address) + path, data=data, headers=headers, params=params, timeout=limits
-        )
+        url = base_url(address) + path
+        try:
+            async with session.request(
+                method, url, data=data, headers=headers, params=params, timeout=limits
+            ) as response:
+                if response.status >= 400:
+                    raise _refusal(address, path, response.status, await response.read())
+                yield response
+        except _FAILURES as error:
+            raise ServerGone(_describe(address, path, error, timeout)) from error
 
 
 #: What aiohttp raises when a connection fails; ``OSError`` is a socket's own, ``ValueError`` a malformed answer's.

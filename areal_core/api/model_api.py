@@ -1,4 +1,4 @@
-"""Native models: what a package registers to add an architecture to an engine with models of its own."""
+"""Native models: what a package registers to add an architecture that engines run without transformers' model code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
+
+from areal_core.errors import PluginError
+from areal_core.plugins import PluginManager, get_plugin_manager
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +27,12 @@ class BaseModelArgs(abc.ABC):
 
 
 class BaseArchonModel(Protocol):
-    """The interface of a native model; an ``nn.Module`` that has these methods."""
+    """The interface of a native model; an ``nn.Module`` that has these methods, made by ``model_class(model_args)``.
+
+    Its layers attend through a :class:`areal_core.api.packed_attention.PackedAttention` each, which engines then
+    compute in their own ways; an engine that generates cannot keep the keys and values of any other attention, and
+    reads every sequence anew for each token.
+    """
 
     def forward(
         self,
@@ -80,3 +88,37 @@ class ModelSpec:
     parallelize_fn: ParallelizeFn
     supported_model_types: frozenset[str] = attrs.field(converter=frozenset)
     pipelining_fn: Callable[..., Any] | None = None
+
+
+def load_model_spec(name: str, key: str | None = None, manager: PluginManager | None = None) -> ModelSpec:
+    """The model spec registered under a name, or at an import path ``package.module:attribute``.
+
+    Args:
+        key: the configuration key that holds the name; begins the error message.
+
+    Raises:
+        PluginError: if the name is unknown, ambiguous or broken, or stands for something else.
+    """
+    spec = (manager or get_plugin_manager()).load("areal_model_specs", name, key)
+    if not isinstance(spec, ModelSpec):
+        prefix = f"{key}: " if key else ""
+        raise PluginError(f"{prefix}the model spec {name!r} is {spec!r:.80}. It must be a ModelSpec.")
+    return spec
+
+
+def find_model_spec(model_type: str, manager: PluginManager | None = None) -> ModelSpec | None:
+    """The model spec for the ``model_type`` of a checkpoint's ``config.json``; None if no plugin registers one.
+
+    Raises:
+        PluginError: if it is ambiguous or broken, or does not read the type that it is registered for.
+    """
+    manager = manager or get_plugin_manager()
+    if not any(entry.name == model_type for entry in manager.registrations("areal_model_specs")):
+        return None
+    spec = load_model_spec(model_type, manager=manager)
+    if model_type not in spec.supported_model_types:
+        raise PluginError(
+            f"the model spec {spec.name!r} is registered as {model_type!r}, but reads only "
+            f"{', '.join(map(repr, sorted(spec.supported_model_types))) or 'no type'}. Register it under those names."
+        )
+    return spec

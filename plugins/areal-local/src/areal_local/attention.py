@@ -35,7 +35,9 @@ class UnsupportedModelError(Exception):
 
 
 class Pass(Protocol):
-    """One forward pass over ``N`` packed tokens."""
+    """One forward pass over ``N`` packed tokens, ``lengths`` of them from each sequence."""
+
+    lengths: Sequence[int]
 
     def attend(
         self,
@@ -223,6 +225,7 @@ class DecodePass:
         self.host_positions = positions.copy()
         self.positions = torch.from_numpy(self.host_positions.copy()).to(cache.device)
         self.batch, self.capacity, self.generation = len(positions), cache.capacity, cache.generation
+        self.lengths = [1] * self.batch
         kernels = kernels_for(cache.device, dtype)
         lanes = np.arange(len(positions))
         self._compiled = kernels and SlottedAttention(kernels, lanes, self.host_positions, torch.get_num_threads())

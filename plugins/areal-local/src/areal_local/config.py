@@ -24,4 +24,7 @@ class LocalConfig:
         True,
         "Read the trainer's weights in place where that is safe (a thread, synchronous mode, same type and device).",
     )
-    slow_decoder: bool = option(False, "Use the plain transformers cache, one sequence at a time (to compare).")
+    model_spec: str | None = option(
+        None, "Run the native model of this model spec (or package.module:spec); None: only types new to transformers."
+    )
+    slow_decoder: bool = option(False, "Decode in the plain way: no slotted cache (to compare).")

@@ -182,6 +182,7 @@ class _WindowRecorder:
 class _RecordingPass:
     def __init__(self, inner: Pass, windows: dict[int, int | None]) -> None:
         self.inner, self.windows = inner, windows
+        self.lengths = inner.lengths
 
     def attend(
         self,
@@ -267,7 +268,7 @@ def make_decoder(
                     model.set_attn_implementation(IMPLEMENTATION)
                 network = _WindowRecorder(make(model))
                 decoder = SlottedDecoder(network, device, expected.dtype, 3, prefill_tokens)
-                _check(decoder, sequences, expected)
+                check_decoder(decoder, sequences, expected)
                 windows = layer_windows(model.config.get_text_config(), list(network.windows))
                 for layer, found in network.windows.items():
                     # A short test cannot see a window of thousands of tokens.
@@ -286,15 +287,20 @@ def make_decoder(
     return RowwiseDecoder(model, device)
 
 
+def short_sequences(vocab_size: int) -> list[list[int]]:
+    """What decoders are tried on."""
+    return [[(7 * i + 3 * j) % vocab_size for i in range(size)] for j, size in enumerate((4, 7, 15))]
+
+
 def _short_test(model: Any, device: torch.device) -> tuple[list[list[int]], torch.Tensor]:
     """Three sequences, and the logits of the model after each, ``[3, V]``."""
-    vocab = model.config.get_text_config().vocab_size
-    sequences = [[(7 * i + 3 * j) % vocab for i in range(size)] for j, size in enumerate((4, 7, 15))]
+    sequences = short_sequences(model.config.get_text_config().vocab_size)
     logits = [model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1] for ids in sequences]
     return sequences, torch.stack(logits)
 
 
-def _check(decoder: SlottedDecoder, sequences: list[list[int]], expected: torch.Tensor) -> None:
+def check_decoder(decoder: SlottedDecoder, sequences: list[list[int]], expected: torch.Tensor) -> None:
+    """Raise ``UnsupportedModelError`` unless the decoder gives the logits ``expected [n, V]`` after ``sequences``."""
     decoder.prefill([ids[:-2] for ids in sequences], [[0], [1], [2]], 16)
     for back in (2, 1):
         tokens = np.array([ids[-back] for ids in sequences])

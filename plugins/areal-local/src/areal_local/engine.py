@@ -85,7 +85,11 @@ class LocalEngine(InferenceEngine):
             host = ProcessHost(str(model_path), config, options, self.device)
         else:
             model = load_model(
-                model_path, dtype=config.dtype, device=self.device, trust_remote_code=config.trust_remote_code
+                model_path,
+                dtype=config.dtype,
+                device=self.device,
+                trust_remote_code=config.trust_remote_code,
+                model_spec=options.model_spec,
             )
             host = ModelHost(
                 model,

@@ -15,6 +15,7 @@ from areal_local.config import LocalConfig
 from areal_local.decoder import Decoder, make_decoder
 from areal_local.generation import Done, GenerationLoop, resolve_futures
 from areal_local.llama import pack_weights
+from areal_local.native import NativeModel, NativeWeights, choose_spec, load_native, make_native_decoder
 from areal_local.rows import Pending
 from areal_local.vision import VisionDecoder
 from areal_local.weights import ModelWeights, read_safetensors
@@ -40,9 +41,10 @@ class ModelFacts:
     def of(cls, model: Any, options: LocalConfig) -> ModelFacts:
         config = model.config.get_text_config()
         limits = (getattr(config, "max_position_embeddings", None), options.max_seq_len)
+        native = isinstance(model, NativeModel)
         return cls(
             min((limit for limit in limits if limit is not None), default=None),
-            model.get_input_embeddings().num_embeddings,
+            config.vocab_size if native else model.get_input_embeddings().num_embeddings,
             as_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None)),
         )
 
@@ -89,7 +91,7 @@ class ModelHost:
     """Generates in a thread of this process.
 
     Args:
-        model: a transformers model on its device.
+        model: a transformers or native model on its device.
         options: of the engine.
         keep_kv: keep keys and values of running requests over a weight update.
         may_borrow: whether new weights may be read where they are (see ``ModelWeights``).
@@ -109,12 +111,13 @@ class ModelHost:
         self.facts = ModelFacts.of(model, options)
         self.device = next(model.parameters()).device
         self.keep_kv = keep_kv
-        self.weights = ModelWeights(model, may_borrow=may_borrow)
+        native = isinstance(model, NativeModel)
+        self.weights = NativeWeights(model) if native else ModelWeights(model, may_borrow=may_borrow)
         decoder: Decoder
-        if is_vision_language(model.config):
+        if not native and is_vision_language(model.config):
             decoder = VisionDecoder(model, self.device)
         else:
-            decoder = make_decoder(
+            decoder = (make_native_decoder if native else make_decoder)(
                 model, self.device, options.max_batch_size, options.prefill_tokens, slow=options.slow_decoder
             )
         threads = options.num_threads if options.num_threads is not None else default_threads(model, self.device)
@@ -132,10 +135,10 @@ class ModelHost:
         self.loop.version = version
 
     def update_from_memory(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, source: str) -> None:
-        self.swap(self.weights.plan(tensors, source), version)
+        self.swap(self.weights.table.plan(tensors, source), version)
 
     def swap(self, planned: Mapping[int, torch.Tensor], version: int) -> None:
-        """Take over tensors that ``weights.plan`` (or its table, elsewhere) has matched."""
+        """Take over tensors that the plan of ``weights.table`` has matched, here or elsewhere."""
         with self.loop.exclusive():
             self.weights.apply(planned)
             self.loop.weights_changed(keep_kv=self.keep_kv)
@@ -163,14 +166,25 @@ class ModelHost:
         return {**self.loop.counters, **gauges}
 
 
-def load_model(path: str, *, dtype: str | None, device: torch.device, trust_remote_code: bool) -> Any:
+def load_model(
+    path: str, *, dtype: str | None, device: torch.device, trust_remote_code: bool, model_spec: str | None = None
+) -> Any:
     """A causal or vision-language LM of a Hugging Face folder or hub id; ``dtype`` None: that of its files.
+
+    Args:
+        model_spec: ``rollout.local.model_spec``.
+
+    Returns:
+        A transformers model, or a ``NativeModel`` for a model spec that is named or found by the model's type.
 
     Raises:
         BadInputError: if it cannot be loaded, or its safetensors lack a weight.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    spec = choose_spec(path, model_spec, trust_remote_code=trust_remote_code)
+    if spec is not None:
+        return load_native(path, spec, dtype=dtype, device=device)
     try:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         auto: Any = AutoModelForImageTextToText if is_vision_language(hf_config) else AutoModelForCausalLM

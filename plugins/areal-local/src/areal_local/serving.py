@@ -82,17 +82,18 @@ class Server:
         torch.set_float32_matmul_precision(setup["matmul_precision"])
         torch.use_deterministic_algorithms(setup["deterministic"])
         self._trust_remote_code = setup["trust_remote_code"]
+        options = LocalConfig(**setup["options"])
         model = load_model(
             setup["path"],
             dtype=setup["dtype"],
             device=torch.device(setup["device"]),
             trust_remote_code=self._trust_remote_code,
+            model_spec=options.model_spec,
         )
-        options = LocalConfig(**setup["options"])
         self.host = ModelHost(model, options, keep_kv=setup["keep_kv"], deliver=self.deliver)
         if setup["paused"]:
             self.host.pause()
-        self._dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in self.host.weights.tensors]
+        self._dtypes = [str(dtype).removeprefix("torch.") for dtype in self.host.weights.dtypes]
         self._shared = SharedWeights(self.segment, self.host.weights.table.shapes, self._dtypes)
         gc.collect()
         gc.freeze()

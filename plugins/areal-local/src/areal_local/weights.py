@@ -82,6 +82,28 @@ class WeightTable:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise BadInputError(f"{source}: weights are missing: {shown}. A full set of weights is needed.")
 
+    def plan(self, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> dict[int, torch.Tensor]:
+        """Match named tensors with the model's own.
+
+        Args:
+            tensors: (name in Hugging Face layout, full tensor). Every parameter must be covered; tied ones by any of
+                their names. Buffers that the model saves may be given.
+            source: what the error messages call the tensors.
+
+        Returns:
+            The new tensor of each index that is given.
+
+        Raises:
+            BadInputError: for a name the model lacks, a parameter that is missing, or another shape.
+        """
+        planned: dict[int, torch.Tensor] = {}
+        for name, tensor in tensors:
+            index = self.find(name, tensor.shape, source)
+            if index is not None:
+                planned[index] = tensor
+        self.check_complete(planned, source)
+        return planned
+
     def to_plain(self) -> dict[str, Any]:
         """JSON-compatible; ``WeightTable(**plain)`` makes it again."""
         return {field: getattr(self, field) for field in ("names", "shapes", "required", "prefix", "ignored")}
@@ -103,31 +125,13 @@ class ModelWeights:
         """Index of a tensor that somebody else owns -> its address."""
 
     @property
+    def dtypes(self) -> list[torch.dtype]:
+        return [tensor.dtype for tensor in self.tensors]
+
+    @property
     def borrowed(self) -> int:
         """How many tensors are somebody else's, read in place."""
         return sum(self._is_borrowed(i) for i in self._borrowed)
-
-    def plan(self, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> dict[int, torch.Tensor]:
-        """Match named tensors with the model's own.
-
-        Args:
-            tensors: (name in Hugging Face layout, full tensor). Every parameter must be covered; tied ones by any of
-                their names. Buffers that the model saves may be given.
-            source: what the error messages call the tensors.
-
-        Returns:
-            The new tensor of each index that is given.
-
-        Raises:
-            BadInputError: for a name the model lacks, a parameter that is missing, or another shape.
-        """
-        planned: dict[int, torch.Tensor] = {}
-        for name, tensor in tensors:
-            index = self.table.find(name, tensor.shape, source)
-            if index is not None:
-                planned[index] = tensor
-        self.table.check_complete(planned, source)
-        return planned
 
     def apply(self, planned: Mapping[int, torch.Tensor]) -> None:
         """Borrow or copy, with a cast where the types differ. No token may be computed meanwhile."""

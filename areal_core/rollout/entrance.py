@@ -7,7 +7,7 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from areal_core.errors import ArealError
@@ -21,6 +21,39 @@ _STOP_SECONDS = 5.0
 _ALLOCATIONS = 20_000
 
 T = TypeVar("T")
+
+
+class _CalmCollector:
+    """The garbage collector while episodes are played, by any number of controllers.
+
+    What exists by then (libraries, models) lives as long as the run. Episodes allocate so many small objects, and leave
+    hardly a reference cycle, that the collector would look through all of it again and again: a third of the rollout's
+    time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before = gc.get_threshold()
+
+    def enter(self) -> None:
+        with self._lock:
+            gc.freeze()
+            self._users += 1
+            if self._users == 1:
+                self._before = youngest, *others = gc.get_threshold()
+                if youngest:  # 0: somebody has switched it off
+                    gc.set_threshold(max(youngest, _ALLOCATIONS), *others)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                gc.unfreeze()
+                gc.set_threshold(*self._before)
+
+
+_calm = _CalmCollector()
 
 
 class Entrance:
@@ -43,13 +76,11 @@ class Entrance:
         self._thread = LoopThread("rollout", self._loop_ended)
         self.runner = make_runner(self._thread.loop, self._notify)
         self._thread.start()
-        # What exists by now (libraries, models) lives as long as the run. Episodes allocate so many small objects that
-        # the garbage collector would look through all of it again and again: a fifth of the rollout's time.
-        gc.freeze()
+        _calm.enter()
 
     def end(self) -> bool:
         """Cancel everything that runs, and end the thread; False if something blocks it."""
-        gc.unfreeze()
+        _calm.leave()
         return self._thread.end(self.runner.shut_down(), lambda: self.runner.progress, _STOP_SECONDS)
 
     def _notify(self) -> None:
@@ -82,25 +113,12 @@ class Entrance:
     def wait(self, done: Callable[[], bool], should_stop: Callable[[], bool] | None, limit: float = 1e18) -> None:
         """Wait until ``done`` (cheap, reads the runner's counters) or a fatal error, at most ``limit`` seconds."""
         end = time.monotonic() + limit
-        with _rare_collections():
-            while True:
-                self._wake.clear()
-                if self.runner.fatal is not None:
-                    raise self.runner.fatal
-                if done() or time.monotonic() > end:
-                    return
-                self._thread.raise_if_dead()
-                self._raise_if_told(should_stop)
-                self._wake.wait(_POLL_SECONDS)
-
-
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Episodes allocate much and leave hardly a reference cycle: the collector may look less often meanwhile."""
-    youngest, *others = gc.get_threshold()
-    if youngest:
-        gc.set_threshold(max(youngest, _ALLOCATIONS), *others)
-    try:
-        yield
-    finally:
-        gc.set_threshold(youngest, *others)
+        while True:
+            self._wake.clear()
+            if self.runner.fatal is not None:
+                raise self.runner.fatal
+            if done() or time.monotonic() > end:
+                return
+            self._thread.raise_if_dead()
+            self._raise_if_told(should_stop)
+            self._wake.wait(_POLL_SECONDS)

@@ -1,5 +1,6 @@
 import _thread
 import asyncio
+import gc
 import signal
 import threading
 
@@ -705,6 +706,22 @@ def test_controller_when_not_started_says_so():
 
     with pytest.raises(RuntimeError, match="not started"):
         controller.rollout_batch(rows(1))
+
+
+def test_garbage_collector_when_controllers_overlap_is_as_before_after_the_last(start):
+    before = gc.get_threshold()
+    first = start()
+    second = start()
+
+    during = gc.get_threshold()
+    first.stop()
+    still = gc.get_threshold()
+    second.stop()
+
+    assert during[0] > before[0]
+    assert still == during
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
 
 
 # -------------------------------------------------------------------------------------------------- exact staleness

@@ -25,7 +25,7 @@ class _Format(StrEnum):
 
 
 def register(app: typer.Typer) -> None:
-    @app.command("convert", epilog=EXAMPLES)
+    @app.command("convert", short_help="Convert between checkpoints and Hugging Face folders.", epilog=EXAMPLES)
     def convert(
         source: Annotated[
             Path, typer.Argument(help="Run, checkpoint, engine's folder in it, or Hugging Face folder.", metavar="SRC")

@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(help="Look at datasets.", no_args_is_help=True)
     group.callback()(lambda: None)
 
-    @group.command("preview", epilog=_EPILOG)
+    @group.command("preview", short_help="Show the first rows of a dataset as training sees them.", epilog=_EPILOG)
     def preview(
         config: Annotated[Path | None, typer.Argument(help="YAML file of a run.", metavar="[CONFIG]")] = None,
         overrides: Annotated[

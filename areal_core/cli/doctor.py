@@ -11,7 +11,11 @@ from areal_core.cli import console
 
 
 def register(app: typer.Typer) -> None:
-    @app.command("doctor", epilog="Example: areal doctor run.yaml rollout.backend=vllm:d2")
+    @app.command(
+        "doctor",
+        short_help="Check this machine, the installation and a run.",
+        epilog="Example: areal doctor run.yaml rollout.backend=vllm:d2",
+    )
     def doctor(
         config: Annotated[
             Path | None, typer.Argument(help="YAML file of a run: look also at what it needs.", metavar="[CONFIG]")

@@ -17,7 +17,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    @app.command("eval", epilog=EXAMPLES)
+    @app.command("eval", short_help="Score a model on the held-out split.", epilog=EXAMPLES)
     def evaluate(
         config: Annotated[Path, typer.Argument(help="YAML file of a run.", metavar="CONFIG")],
         overrides: Annotated[

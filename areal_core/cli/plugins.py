@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     group = typer.Typer(help="What is installed, and what is wrong with it.", no_args_is_help=True)
 
-    @group.command("list", epilog="Example: areal plugins list --registry rewards")
+    @group.command(
+        "list",
+        short_help="List plugins, what they register, and what is broken.",
+        epilog="Example: areal plugins list --registry rewards",
+    )
     def list_(
         registry: Annotated[
             str | None, typer.Option(help="Only one registry, e.g. rewards or train_engines.", metavar="NAME")

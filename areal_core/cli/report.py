@@ -11,7 +11,11 @@ from areal_core.cli import console
 
 
 def register(app: typer.Typer) -> None:
-    @app.command("report", epilog="Example: areal report runs/quickstart --open")
+    @app.command(
+        "report",
+        short_help="Write report.html of a run: curves and rollouts.",
+        epilog="Example: areal report runs/quickstart --open",
+    )
     def report(
         run: Annotated[str, typer.Argument(help="Run directory, or the name of a run below --root.", metavar="RUN")],
         root: Annotated[Path, typer.Option(help="Folder of the runs (run.root).", metavar="DIR")] = Path("runs"),

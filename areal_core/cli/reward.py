@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
     # Typer shows a command of a group without a callback as the group itself.
     group.callback()(lambda: None)
 
-    @group.command("try", epilog=_EPILOG)
+    @group.command("try", short_help="Score one completion with a reward.", epilog=_EPILOG)
     def try_(
         name: Annotated[
             str,

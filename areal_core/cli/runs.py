@@ -34,7 +34,11 @@ def register(app: typer.Typer) -> None:
                 ("RUN", "STATUS", "TRAINER", "STEP", "LAST", "BEST", "UPDATED"), [_row(run, root) for run in runs]
             )
 
-    @group.command("show", epilog="Example: areal runs show runs/quickstart")
+    @group.command(
+        "show",
+        short_help="Show one run: status, last metrics, best result.",
+        epilog="Example: areal runs show runs/quickstart",
+    )
     def show(
         run: Annotated[str, typer.Argument(help="Run directory, or the name of a run below --root.", metavar="RUN")],
         root: Annotated[Path, _ROOT] = Path("runs"),

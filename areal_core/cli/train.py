@@ -19,7 +19,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    @app.command("train", epilog=EXAMPLES)
+    @app.command("train", short_help="Train a model, in the way that CONFIG says.", epilog=EXAMPLES)
     def train(
         config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
         overrides: Annotated[

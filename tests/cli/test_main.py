@@ -274,3 +274,14 @@ def test_run_when_started_by_torchrun_leaves_the_error_and_traces_bugs_alone(
     trace = message["extraInfo"]["py_callstack"]
     assert str(error) in trace
     assert (trace.count("  File ") > 1) == traced
+
+
+def test_help_when_80_columns_wide_cuts_no_line_of_a_command(areal_process):
+    groups = ("data", "reward", "runs", "config", "plugins")
+
+    pages = [areal_process(*arguments, "--help", COLUMNS="80") for arguments in ((), *((group,) for group in groups))]
+
+    for page in pages:
+        commands = page.stdout.partition("Commands:")[2]
+        assert commands.strip()
+        assert "..." not in commands

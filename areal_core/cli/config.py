@@ -16,7 +16,11 @@ _OVERRIDES = typer.Argument(help="Values that replace the file's.", metavar="[KE
 def register(app: typer.Typer) -> None:
     group = typer.Typer(help="Look at a configuration, check it, or print its schema.", no_args_is_help=True)
 
-    @group.command("show", epilog="Example: areal config show run.yaml actor.optimizer.lr=1e-5")
+    @group.command(
+        "show",
+        short_help="Print the whole configuration, as it is resolved.",
+        epilog="Example: areal config show run.yaml actor.optimizer.lr=1e-5",
+    )
     def show(
         config: Annotated[Path, _CONFIG],
         overrides: Annotated[list[str] | None, _OVERRIDES] = None,
@@ -32,7 +36,11 @@ def register(app: typer.Typer) -> None:
         else:
             console.stdout(dump_yaml(plain).rstrip())
 
-    @group.command("check", epilog="Example: areal config check run.yaml rollout.backend=local")
+    @group.command(
+        "check",
+        short_help="Check a configuration without starting anything.",
+        epilog="Example: areal config check run.yaml rollout.backend=local",
+    )
     def check(
         config: Annotated[Path, _CONFIG],
         overrides: Annotated[list[str] | None, _OVERRIDES] = None,
@@ -42,24 +50,23 @@ def register(app: typer.Typer) -> None:
         What is named by an import path, package.module:attribute, is imported. Exits 0 if all is well, and 2 after
         listing every problem with its file and line.
         """
-        from areal_core.api.configs import RLConfig
         from areal_core.api.load import error_places, load_run_config
         from areal_core.config.selections import check_import_paths, selected_plugins
         from areal_core.plugins import get_plugin_manager
-        from areal_core.trainer.checks import check_rl, check_run
-        from areal_core.trainer.loading import build_algorithm
+        from areal_core.trainer.checks import check_config
 
         loaded = load_run_config(config, overrides or [])
         with error_places(config, overrides or []):
             check_import_paths(loaded)
-            check_run(loaded, loaded.actor.parsed_backend.parallel.world_size)
-            if isinstance(loaded, RLConfig):
-                manager = get_plugin_manager()
-                check_rl(loaded, build_algorithm(loaded, manager), manager)
+            check_config(loaded, loaded.actor.parsed_backend.parallel.world_size, get_plugin_manager())
         used = ", ".join(f"{key}: {entry.full_name}" for key, entry in selected_plugins(loaded))
         console.stdout(f"{config}: ok (trainer: {loaded.trainer}; {used})")
 
-    @group.command("schema", epilog="Example: areal config schema --trainer rl > areal.schema.json")
+    @group.command(
+        "schema",
+        short_help="Print the JSON Schema of a configuration.",
+        epilog="Example: areal config schema --trainer rl > areal.schema.json",
+    )
     def schema(
         trainer: Annotated[
             str | None, typer.Option(help="Only this trainer's configuration, e.g. rl or sft.", metavar="NAME")

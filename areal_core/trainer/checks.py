@@ -11,6 +11,7 @@ from areal_core.api.distill_config import DistillConfig
 from areal_core.api.preference_configs import DPOConfig, RWConfig
 from areal_core.api.supports import MAX_SUPPORT
 from areal_core.errors import ConfigError
+from areal_core.trainer.loading import build_algorithm
 
 if TYPE_CHECKING:
     from areal_core.api.algorithm_api import Algorithm
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
 
 #: The options of ``gconfig`` that leave tokens out, and where they do not.
 _TRUNCATIONS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
+def check_config(config: BaseTrainerConfig, world_size: int, manager: PluginManager) -> None:
+    """Every check of a configuration across its fields, before a run has a directory.
+
+    Raises:
+        ConfigError: naming the key and what would be right.
+        PluginError: if a plugin that it names cannot be used.
+    """
+    check_run(config, world_size)
+    if isinstance(config, RLConfig):
+        check_rl(config, build_algorithm(config, manager), manager)
 
 
 def check_run(config: BaseTrainerConfig, world_size: int) -> None:
@@ -36,8 +49,9 @@ def check_run(config: BaseTrainerConfig, world_size: int) -> None:
         folder = Path(engine.path)
         looks_local = engine.path.startswith((".", "/", "~")) or len(folder.parts) > 2
         if looks_local and not (folder / "config.json").is_file():
+            stage = " If another run is to write it, run that one first." if "weights" in folder.parts else ""
             raise ConfigError(
-                f"no model at {engine.path!r} (a folder with config.json and safetensors, or a hub id).",
+                f"no model at {engine.path!r} (a folder with config.json and safetensors, or a hub id).{stage}",
                 key=f"{key}.path",
             )
     actor = getattr(config, "actor", None)

@@ -11,7 +11,6 @@ from areal_core.api.engine_api import TrainEngine
 from areal_core.data.packing import pack_trajectories
 from areal_core.errors import BadInputError
 from areal_core.stats import StatsTracker
-from areal_core.trainer.checks import check_run
 from areal_core.trainer.loading import build_train_engine, load_dataset
 from areal_core.trainer.on_policy import OnPolicy
 from areal_core.trainer.residency import Residency
@@ -39,7 +38,6 @@ class DistillTrainer:
     def __init__(
         self, config: DistillConfig, world: World, manager: PluginManager, session: RunSession | None, stop: StopSignal
     ) -> None:
-        check_run(config, world.size)
         self.config = config
         self.world = world
         self.stats = StatsTracker()

@@ -12,7 +12,6 @@ from areal_core.api.batch import LossOutput, PackedBatch, TokenOutput, as_maximu
 from areal_core.api.engine_api import TrainEngine
 from areal_core.logging import getLogger
 from areal_core.stats import StatsTracker
-from areal_core.trainer.checks import check_rl, check_run
 from areal_core.trainer.loading import build_algorithm, build_train_engine, load_dataset
 from areal_core.trainer.on_policy import OnPolicy
 from areal_core.trainer.residency import Residency
@@ -41,12 +40,10 @@ class RLTrainer:
     def __init__(
         self, config: RLConfig, world: World, manager: PluginManager, session: RunSession | None, stop: StopSignal
     ) -> None:
-        check_run(config, world.size)
         self.config = config
         self.world = world
         self.stats = StatsTracker()
         self.algorithm = build_algorithm(config, manager)
-        check_rl(config, self.algorithm, manager)
         self.tokenizer = load_run_tokenizer(config, config.actor)
         train_rows = load_dataset(config.train_dataset, "rl", self.tokenizer, manager, key="train_dataset")
         spec = finetune_spec(config, len(train_rows))

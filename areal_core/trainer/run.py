@@ -12,6 +12,7 @@ from areal_core.errors import BadInputError
 from areal_core.logging import getLogger, setup_logging
 from areal_core.plugins.manager import get_plugin_manager
 from areal_core.trainer.checkpoint import Checkpointer
+from areal_core.trainer.checks import check_config
 from areal_core.trainer.loop import Trainer, run_loop
 from areal_core.trainer.session import RunSession
 from areal_core.trainer.signals import Interrupted, StopSignal
@@ -58,6 +59,8 @@ def train(config: BaseTrainerConfig, *, resume: Resume = "never", manager: Plugi
     plain = to_plain(config)
     directory: RunDirectory | None = None
     session: RunSession | None = None
+    # Before anything is written: a mistake in the configuration leaves no directory of a run behind.
+    check_config(config, world.size, manager)
     with StopSignal() as stop:
         if world.is_main:
             directory = RunDirectory.open(plain, config.run.path, resume=resume)

@@ -12,7 +12,6 @@ from areal_core.api.io_struct import FinetuneSpec
 from areal_core.data.loader import DataLoader
 from areal_core.errors import BadInputError
 from areal_core.stats import StatsTracker
-from areal_core.trainer.checks import check_run
 from areal_core.trainer.loading import build_train_engine, load_dataset, load_tokenizer
 from areal_core.trainer.residency import Residency
 from areal_core.trainer.world import ShardRouter, World
@@ -41,7 +40,6 @@ class SupervisedTrainer:
     def __init__(
         self, config: Any, world: World, manager: PluginManager, session: RunSession | None, stop: StopSignal
     ) -> None:
-        check_run(config, world.size)
         self.config = config
         self.world = world
         self.manager = manager

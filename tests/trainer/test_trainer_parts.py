@@ -28,6 +28,7 @@ from areal_core.trainer.checkpoint import Checkpointer
 from areal_core.trainer.checks import check_run
 from areal_core.trainer.loop import run_loop
 from areal_core.trainer.rl import _without_zero_advantage
+from areal_core.trainer.run import train
 from areal_core.trainer.signals import Interrupted, StopSignal
 from areal_core.trainer.world import ShardRouter, World, check_same_shards
 
@@ -588,3 +589,23 @@ def test_check_run_when_the_model_folder_is_missing_names_the_key(rl_plain: dict
     # Act / Assert
     with pytest.raises(ConfigError, match=r"actor\.path"):
         check_run(config, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor.path={tmp}/runs/sft/weights/final", r"actor\.path: no model at .* run that one first"),
+        ("actor.backend=fsdp:d3", r"actor\.backend: d3 needs 3 processes"),
+        ("gconfig.temperature=0", r"gconfig\.temperature"),
+    ],
+)
+def test_train_when_the_configuration_cannot_work_leaves_no_run_directory(
+    override: str, message: str, rl_plain: dict[str, Any], tmp_path: Path
+) -> None:
+    # Arrange
+    config = load_run_config(write_yaml(tmp_path / "run.yaml", rl_plain), [override.format(tmp=tmp_path)])
+
+    # Act / Assert
+    with pytest.raises(BadInputError, match=message):
+        train(config)
+    assert not config.run.path.exists()

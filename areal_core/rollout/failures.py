@@ -97,10 +97,11 @@ class FailureWatch:
     def count(self, outcome: str) -> None:
         """One more training episode ended by itself; too many failures among the last ones are fatal."""
         self._ended += 1
-        if outcome != "failed":
-            return
         failed, window = self._failed, self._window
-        failed.append(self._ended)
+        if outcome == "failed":
+            failed.append(self._ended)
+        elif self._ended != window or not failed:  # A success adds no failure, but may be the last of the first window.
+            return
         while failed[0] <= self._ended - window:
             failed.popleft()
         if self._ended >= window and len(failed) > self.config.max_failure_rate * window:

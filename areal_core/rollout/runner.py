@@ -412,8 +412,12 @@ class EpisodeRunner:
         return dropped
 
     def unfinished_rows(self) -> list[dict[str, Any]]:
-        """Rows that were submitted and not consumed, oldest first."""
-        groups = sorted([*self.ready, *self.inside, *self.pending], key=lambda group: group.order)
+        """Rows whose groups were submitted and not collected, oldest first.
+
+        Dropped ones among them: who goes on from these rows has not been told of their episodes.
+        """
+        groups = [*self.ready, *self.inside, *self.pending, *self.dropped]
+        groups.sort(key=lambda group: group.order)
         return [dict(group.row) for group in groups]
 
     def cancel_job(self, job: Job) -> None:

@@ -97,7 +97,7 @@ class Simulation:
         self.submitted = 0
         self.consumed: list[str] = []
         self.dropped: list[str] = []
-        self.stale = 0
+        self.stale = self.restarts = 0
         self.skipped = 0
         self.paused_at: int | None = None
         self.outcomes: Counter[str] = Counter()
@@ -195,14 +195,16 @@ class Simulation:
         """Stop as a killed run would, and go on from the saved state."""
         rows = self.runner.unfinished_rows()
         saved = StalenessManager(BATCH, self.bound, version=self.staleness.version, consumed=self.staleness.consumed)
-        self.stop()
+        self.stop(collect=False)
+        self.restarts += 1
         self.job = self.paused_at = None
         self._start(saved)
         self.runner.submit([Group(row, row["_uid"], GROUP, Workflow(), "train") for row in rows])
         self.settle()
 
-    def stop(self) -> None:
-        self._take_dropped()
+    def stop(self, *, collect: bool = True) -> None:
+        if collect:
+            self._take_dropped()
         self.runner.cancel_all()
         self.settle()
         assert not asyncio.all_tasks(self.loop)
@@ -360,5 +362,11 @@ def test_runner_when_played_at_random_for_long_consumes_and_keeps_its_invariants
 
 @pytest.mark.slow
 def test_runner_when_played_for_100000_steps_keeps_its_invariants():
+    totals = Counter()
     for seed in range(100):
-        play(1_000, 1000 + seed).stop()
+        sim = play(1_000, 1000 + seed)
+        sim.stop()
+        totals.update(consumed=len(sim.consumed), stale=sim.stale, restarts=sim.restarts, **sim.outcomes)
+
+    assert min(totals[name] for name in ("rejected", "failed", "stale", "restarts")) > 100
+    assert totals["accepted"] == GROUP * totals["consumed"] > 1_000

@@ -263,7 +263,7 @@ class InferenceEngineConfig:
         ge=0,
     )
     max_concurrent_rollouts: int | None = option(
-        None, "Most episodes that run at once; None: no bound of its own.", ge=1
+        None, "Most episodes that run at once, those of an evaluation apart; None: no bound of its own.", ge=1
     )
     dtype: DType | None = option(None, "Type of computation; None: the actor's.")
     addresses: list[str] = option(factory=list, help="host:port of servers that somebody else runs.")

@@ -4,13 +4,15 @@ import asyncio
 import json
 
 import pytest
-from agent_fakes import ADD, END, GCONFIG, make_session, message_of, spelled, user
+from agent_fakes import ADD, END, GCONFIG, ScriptedEngine, make_session, make_settings, message_of, spelled, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import CHATML, STRICT_TOOLS, TOOLS, tiny_tokenizer
 
 from areal_core.errors import BadInputError
 from areal_core.rollout.agents.errors import APIError
+from areal_core.rollout.agents.session import AgentSession
+from areal_core.rollout.context import EpisodeEngine
 
 TOKENIZER = tiny_tokenizer(TOOLS)
 MERGES = [("t", "w"), ("o", "o")]
@@ -218,6 +220,20 @@ async def test_session_when_several_choices_are_asked_for_records_all():
     assert ids == list(session.completions) and ids[0] == answer["id"] and len(set(ids)) == 3
     assert len({request.gconfig.seed for request in engine.requests}) == 3
     assert all(request.gconfig.n_samples == 1 for request in engine.requests)
+
+
+@pytest.mark.parametrize("training", [True, False])
+async def test_session_when_samples_of_a_group_ask_for_one_seed_tells_them_apart_in_training(training):
+    # An agent that fixes its seed would sample the same answer for every sample of a prompt.
+    seeds = []
+    for sample in (0, 1, 0):
+        engine = ScriptedEngine(TOKENIZER, "a" + END)
+        episode = EpisodeEngine(engine, uid="0-0", sample=sample)
+        session = AgentSession(episode, make_settings(TOKENIZER), training=training)
+        await session.create({"messages": [user("?")], "seed": 7})
+        seeds.append(engine.requests[0].gconfig.seed)
+
+    assert seeds[0] == seeds[2] and (seeds[0] != seeds[1]) == training
 
 
 @pytest.mark.parametrize("include_usage", [False, True])

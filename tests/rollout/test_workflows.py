@@ -166,6 +166,16 @@ async def test_multi_turn_when_right_at_once_stops_and_does_not_discount():
     assert (trajectory.n_turns, trajectory.reward, len(engine.requests)) == (1, 1.0, 1)
 
 
+async def test_multi_turn_when_the_third_answer_is_right_discounts_twice():
+    tokenizer = tiny_tokenizer()
+    engine = answers(tokenizer, "4<|im_end|>", "3<|im_end|>", "2<|im_end|>")
+    workflow = MultiTurnWorkflow(GCONFIG, tokenizer, Reward(0.0, 0.0, 2.0), max_turns=4, turn_discount=0.5)
+
+    trajectory = await workflow.arun_episode(EpisodeEngine(engine), dict(ROW))
+
+    assert (trajectory.n_turns, trajectory.reward) == (3, 0.25 * 2.0)
+
+
 async def test_multi_turn_when_context_is_used_up_ends_the_episode():
     tokenizer = tiny_tokenizer()
     prompt = tokenizer.apply_chat_template(ROW["messages"], add_generation_prompt=True, return_dict=False)

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from trainer_harness import HERE, read_metrics, write_yaml
 from trainer_rewards import MISBEHAVIOUR
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_core.api.load import load_run_config
 from areal_core.runs.trajectories import iter_trajectories
@@ -138,9 +140,13 @@ def test_train_when_a_named_reward_fails_rejects_the_episode_by_its_label(
     assert len({e["uid"] for e in rejected}) == 1
 
 
-def test_trajectories_when_accepted_hold_all_of_the_episode(rl_plain: dict[str, Any], tmp_path: Path) -> None:
+def test_trajectories_when_accepted_hold_all_of_the_episode(
+    rl_plain: dict[str, Any], tmp_path: Path, tiny_model: Path
+) -> None:
     # Arrange
     rl_plain["total_train_steps"] = 1
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
 
     # Act
     path = run(rl_plain, tmp_path)
@@ -151,8 +157,13 @@ def test_trajectories_when_accepted_hold_all_of_the_episode(rl_plain: dict[str, 
     for line in lines:
         start, length = line["prompt_len"], line["length"]
         assert 0 < start < length == len(line["input_ids"])
-        assert line["prompt"] and isinstance(line["completion"], str)
-        assert len(line["logprobs"]) == length - start and max(line["logprobs"]) <= 0
+        ids = line["input_ids"]
+        assert line["prompt"] == tokenizer.decode(ids[:start], skip_special_tokens=False)
+        assert line["completion"] == tokenizer.decode(ids[start:], skip_special_tokens=True)
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(line["logprobs"]), expected, rtol=0, atol=1e-4)
         assert line["loss_mask"] == [[0, start], [1, length - start]]
         assert line["versions"] == [[-1, start], [0, length - start]]
         assert (line["outcome"], line["reason"], line["error"], line["rewards"]) == ("accepted", None, None, {})

@@ -96,6 +96,22 @@ def test_shard_router_when_alone_returns_values_to_their_places() -> None:
     assert gathered is not None and gathered.tolist() == [0, 10, 20, 30, 40, 50]
 
 
+def test_shard_router_when_rollouts_are_ragged_balances_tokens_and_keeps_groups_whole() -> None:
+    # Arrange: pairs of 60, 4, 56, 4, 4 and 4 tokens, so that neither halves nor every second one are balanced.
+    engine = SimpleNamespace(data_parallel_rank=0, data_parallel_world_size=2)
+    router = ShardRouter(World(0, 1, None), engine)  # type: ignore[arg-type]
+    lengths = [29, 31, 1, 3, 27, 29, 2, 2, 3, 1, 2, 2]
+    batch = packed(lengths).with_rows(group_ids=torch.arange(6).repeat_interleave(2))
+
+    # Act
+    parts = router.partition(batch, 0.0)
+
+    # Assert
+    assert parts is not None and sorted(i for part in parts for i in part) == list(range(12))
+    assert all(sorted(part[::2]) == [i - 1 for i in sorted(part[1::2])] for part in parts)
+    assert sorted(sum(lengths[i] for i in part) for part in parts) == [64, 68]
+
+
 def test_same_shards_when_meshes_differ_names_the_key() -> None:
     actor, ref = (SimpleNamespace(data_parallel_rank=0, data_parallel_world_size=n) for n in (2, 1))
     check_same_shards(World(0, 1, None), actor, actor, key="ref.backend")  # type: ignore[arg-type]

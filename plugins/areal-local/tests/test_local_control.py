@@ -84,6 +84,21 @@ async def test_requests_when_submitted_while_paused_start_together_in_order(mode
     await asyncio.gather(*tasks)
 
 
+async def test_update_when_paused_leaves_it_paused(make_model, make_engine):
+    engine = make_engine(make_model("qwen3"))
+    gate = Gate(engine)
+    engine.pause_generation()
+
+    engine.update_weights_from_memory(make_model("qwen3", seed=1).named_parameters(), 1)
+
+    assert engine._loop._paused
+    task = asyncio.ensure_future(engine.agenerate(request(gconfig=LONG.new(max_new_tokens=2))))
+    await asyncio.sleep(0)
+    assert (gate.steps, task.done()) == (0, False)
+    engine.continue_generation()
+    assert (await task).output_versions == [1, 1]
+
+
 async def test_cancel_when_storming_frees_rows_and_spares_the_others(model, make_engine):
     engine = make_engine(model, max_batch_size=8)
     alone = await engine.agenerate(request(gconfig=LONG.new(max_new_tokens=30)))

@@ -71,6 +71,18 @@ def test_decode_step_when_rows_run_waits_for_the_device_once(
     assert set(waits) == {1}
 
 
+def test_rows_when_one_ends_are_taken_by_a_waiting_request_at_once(model, make_engine, generate):
+    engine = make_engine(model, max_batch_size=2)
+
+    generate(engine, [([n], {"max_new_tokens": tokens}) for n, tokens in enumerate((2, 12, 10))])
+
+    # The counters of a step are complete once its thread waits again.
+    engine.pause_generation()
+    stats = engine.export_stats()
+    # One step ends the first. The third is read, and the ten steps that the second still needs are enough for it.
+    assert (stats["generated_tokens"], stats["decode_steps"]) == (24, 1 + 10)
+
+
 def test_cache_when_requests_come_in_waves_reuses_its_slots(model, make_engine, generate):
     engine = make_engine(model, max_batch_size=4)
     jobs = [([i] * (1 + 5 * (i % 5)), {"max_new_tokens": 3 + i % 9}) for i in range(40)]

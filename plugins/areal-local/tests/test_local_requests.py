@@ -123,6 +123,40 @@ def test_min_new_tokens_when_a_stop_id_is_likely_bans_it_until_then(model, make_
     assert answer.output_len >= 6
 
 
+def test_min_new_tokens_when_reached_bans_nothing_any_more(model, make_engine, generate):
+    # Arrange: every id but one stops. Until the minimum that one is all that may be sampled; then another is likelier.
+    for only in range(97):
+        with torch.no_grad():
+            best = int(model(torch.tensor([[*PROMPT, *[only] * 6]])).logits[0, -1].argmax())
+        if best != only:
+            break
+    stops = [token for token in range(97) if token != only]
+
+    # Act
+    (answer,) = generate(
+        make_engine(model), [(PROMPT, {"stop_token_ids": stops, "min_new_tokens": 6})], greedy=True, max_new_tokens=20
+    )
+
+    # Assert
+    assert answer.output_tokens == [only] * 6 + [best]
+    assert answer.stop_reason == "stop"
+
+
+def test_stop_when_at_the_last_token_that_was_allowed_is_the_reason(model, make_engine, generate):
+    engine = make_engine(model, tokenizer=LetterTokenizer())
+    tokens = greedy_tokens(engine, generate)
+    size = tokens.index(tokens[4]) + 1
+    string = LetterTokenizer().decode(tokens[:size])
+
+    answers = generate(
+        engine, [(PROMPT, {"stop_token_ids": [tokens[4]]}), (PROMPT, {"stop": [string]})], greedy=True,
+        max_new_tokens=size,
+    )  # fmt: skip
+
+    for answer in answers:
+        assert (answer.output_tokens, answer.stop_reason, answer.truncated) == (tokens[:size], "stop", False)
+
+
 def test_stop_string_when_it_appears_ends_the_answer_at_its_last_token(model, make_engine, generate):
     tokenizer = LetterTokenizer()
     engine = make_engine(model, tokenizer=tokenizer)
@@ -139,6 +173,21 @@ def test_stop_string_when_it_appears_ends_the_answer_at_its_last_token(model, ma
     assert answers[0].stop_reason == "stop"
     assert answers[1].output_tokens == tokens
     assert answers[1].stop_reason == "length"
+
+
+def test_stop_string_when_before_the_minimum_does_not_end_the_answer(model, make_engine, generate):
+    tokenizer = LetterTokenizer()
+    engine = make_engine(model, tokenizer=tokenizer)
+    tokens = greedy_tokens(engine, generate)
+    text = tokenizer.decode(tokens)
+    stop, minimum = text[1:3], 6
+
+    (answer,) = generate(
+        engine, [(PROMPT, {"stop": [stop], "min_new_tokens": minimum})], greedy=True, max_new_tokens=20
+    )
+
+    end = next((end for end in range(minimum, 21) if text[:end].endswith(stop)), 20)
+    assert answer.output_tokens == tokens[:end]
 
 
 def test_stop_string_when_the_tokenizer_raises_fails_that_request_only(model, make_engine, generate):
@@ -161,6 +210,23 @@ def test_frequency_penalty_when_high_avoids_repetition(model, make_engine, gener
     (without,) = generate(engine, [(PROMPT, {})], max_new_tokens=60, temperature=0.2, seed=0)
 
     assert len(set(answer.output_tokens)) > len(set(without.output_tokens))
+
+
+def test_frequency_penalty_when_greedy_counts_each_token_that_was_generated(model, make_engine, generate):
+    # Arrange: by the definition, a forward pass for each token
+    expected, counts = list(PROMPT), torch.zeros(97)
+    for _ in range(30):
+        with torch.no_grad():
+            logits = model(torch.tensor([expected])).logits[0, -1]
+        expected.append(int((logits - 0.75 * counts).argmax()))
+        counts[expected[-1]] += 1
+
+    # Act
+    (answer,) = generate(make_engine(model), [(PROMPT, {"frequency_penalty": 0.75})], greedy=True, max_new_tokens=30)
+
+    # Assert
+    assert answer.output_tokens == expected[len(PROMPT) :]
+    assert counts.max() > 1 and answer.output_tokens != greedy_tokens(make_engine(model), generate, 30)
 
 
 @pytest.mark.parametrize(

@@ -368,5 +368,5 @@ def test_runner_when_played_for_100000_steps_keeps_its_invariants():
         sim.stop()
         totals.update(consumed=len(sim.consumed), stale=sim.stale, restarts=sim.restarts, **sim.outcomes)
 
-    assert min(totals[name] for name in ("rejected", "failed", "stale", "restarts")) > 100
+    assert min(totals[name] for name in ("rejected", "failed", "stale", "restarts")) > 30
     assert totals["accepted"] == GROUP * totals["consumed"] > 1_000

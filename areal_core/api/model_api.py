@@ -42,7 +42,19 @@ class BaseArchonModel(Protocol):
         max_seqlen: int,
         tree_attn_meta: Any = None,
     ) -> torch.Tensor:
-        """Packed forward: ``tokens``, ``positions`` int64 ``[T]``, ``cu_seqlens`` int32; gives ``[T, V]``."""
+        """Packed forward.
+
+        Args:
+            tokens: int64 ``[T]``.
+            positions: int64 ``[T]``, of each token in its sequence. Where an engine decodes, it sends new tokens only,
+                and they start above 0.
+            cu_seqlens: int32 ``[sequences + 1]``, where the tokens of each sequence begin; see ``PackedAttention``.
+            max_seqlen: above every position, and no sequence has more tokens.
+            tree_attn_meta: handed on to ``PackedAttention``.
+
+        Returns:
+            Logits ``[T, V]``.
+        """
         ...
 
     def init_weights(self) -> None:
@@ -61,14 +73,23 @@ class BaseStateDictAdapter(abc.ABC):
         self.model_args, self.hf_config = model_args, hf_config
 
     @abc.abstractmethod
-    def from_hf(self, hf_state_dict: Mapping[str, Any]) -> dict[str, Any]: ...
+    def from_hf(self, hf_state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Native parameters of Hugging Face ones; without those that the model has no use for."""
 
     @abc.abstractmethod
-    def to_hf(self, state_dict: Mapping[str, Any]) -> dict[str, Any]: ...
+    def to_hf(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The reverse of ``from_hf``; a tied tensor may come under one of its names."""
 
     @abc.abstractmethod
     def convert_single_to_hf(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """One native parameter as Hugging Face ones (several for a stack of experts), for streamed weight updates."""
+        """One native parameter as Hugging Face ones, for streamed weight updates.
+
+        Args:
+            tensor: perhaps on the meta device, where only names and shapes are asked for.
+
+        Returns:
+            (name, tensor) of each; several for a stack of experts, none for the second end of a tie.
+        """
 
 
 class ParallelizeFn(Protocol):

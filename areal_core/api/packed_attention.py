@@ -71,7 +71,7 @@ class PackedAttention(nn.Module):
             value: ``[T, kv_heads, value_dim]``.
             cu_seqlens: int32 ``[sequences + 1]``, from 0 to ``T``: sequence ``i`` is tokens ``cu_seqlens[i]`` up to
                 ``cu_seqlens[i + 1]``.
-            max_seqlen: tokens of the longest.
+            max_seqlen: no sequence has more tokens.
             tree_attn_meta: what the train engine gave the model's ``forward``.
 
         Returns:
@@ -79,9 +79,18 @@ class PackedAttention(nn.Module):
         """
         return self.backend(self, query, key, value, cu_seqlens, max_seqlen, tree_attn_meta)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "backend":
+            # A backend that is a module, too, belongs to the engine: it is no part of the model and its state dict.
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def extra_repr(self) -> str:
         given = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-        return ", ".join([f"layer={self.layer}", *(f"{name}={value}" for name, value in given.items() if value)])
+        return ", ".join(
+            [f"layer={self.layer}", *(f"{name}={value}" for name, value in given.items() if value is not None)]
+        )
 
 
 def packed_sdpa(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from areal_core.api.packed_attention import PackedAttention
+from areal_core.api.packed_attention import PackedAttention, packed_sdpa
 
 LENGTHS = [5, 0, 1, 9, 4]
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 4, 2, 8, 6
@@ -86,3 +89,51 @@ def test_packed_attention_when_given_a_tree_expected_an_error_without_an_engine(
 
     with pytest.raises(NotImplementedError, match="no trees"):
         PackedAttention(0)(query, key, value, bounds, max(LENGTHS), {"parents": []})
+
+
+class Doubling(torch.nn.Module):
+    """A backend that has weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, attention, query, key, value, cu_seqlens, max_seqlen, tree_attn_meta):
+        return query * self.factor
+
+
+def test_packed_attention_when_the_backend_is_a_module_expected_no_part_of_the_model():
+    query, key, value, bounds = packed()
+    attention = PackedAttention(0)
+    before = attention(query, key, value, bounds, 9)
+
+    attention.backend = Doubling()
+    found = attention(query, key, value, bounds, 9)
+    names = [*attention.state_dict(), *dict(attention.named_parameters()), *dict(attention.named_children())]
+    attention.backend = packed_sdpa
+
+    assert torch.equal(found, query * 2)
+    assert names == []
+    assert torch.equal(attention(query, key, value, bounds, 9), before)
+
+
+def test_packed_attention_when_copied_expected_its_settings_and_backend():
+    query, key, value, bounds = packed()
+    attention = PackedAttention(3, scale=0.7, window=3, softcap=2.0)
+
+    copied = copy.deepcopy(attention.to("meta"))
+
+    assert (copied.layer, copied.scale, copied.window, copied.softcap) == (3, 0.7, 3, 2.0)
+    assert torch.equal(copied(query, key, value, bounds, 9), attention(query, key, value, bounds, 9))
+
+
+def test_packed_attention_when_activations_are_recomputed_expected_equal_gradients():
+    query, key, value, bounds = packed()
+    attention = PackedAttention(0, window=3)
+
+    kept = attention(query, key, value, bounds, 9)
+    recomputed = checkpoint(attention, query, key, value, bounds, 9, use_reentrant=False)
+
+    expected = torch.autograd.grad(kept.square().sum(), (query, key, value))
+    found = torch.autograd.grad(recomputed.square().sum(), (query, key, value))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -20,7 +20,7 @@ from areal_core.plugins import get_plugin_manager
 from areal_local.config import LocalConfig
 from areal_local.decoder import SlottedDecoder
 from areal_local.engine import LocalEngine
-from areal_local.native import RecomputingDecoder
+from areal_local.native_decoder import RecomputingDecoder
 
 HERE = Path(__file__).parent
 VOCAB = 97

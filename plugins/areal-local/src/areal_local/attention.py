@@ -395,6 +395,11 @@ def slotted_attention(
     return _active.current.attend(layer, q, k, v, scaling, sliding_window, softcap)[None], None
 
 
+def current_pass() -> Pass | None:
+    """The pass that is active in this thread."""
+    return _active.current
+
+
 class active_pass:
     """Context manager: attention layers called in this thread belong to ``current``."""
 

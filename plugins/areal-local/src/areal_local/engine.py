@@ -24,6 +24,7 @@ from areal_local.decoder import shared_copy
 from areal_local.host import Host, ModelHost, as_ids, load_model
 from areal_local.rows import Pending
 from areal_local.vision import ImageReader
+from areal_local.weights import FROM_TRAINER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -227,7 +228,7 @@ class LocalEngine(InferenceEngine):
 
     def update_weights_from_memory(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See the contract. In synchronous mode the tensors may be read in place until the next update."""
-        self._running().update_from_memory(tensors, version, "update_weights_from_memory")
+        self._running().update_from_memory(tensors, version, FROM_TRAINER)
         self._version = version
 
     def update_weights_from_disk(self, meta: WeightUpdateMeta) -> None:

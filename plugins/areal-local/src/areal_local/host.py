@@ -15,7 +15,8 @@ from areal_local.config import LocalConfig
 from areal_local.decoder import Decoder, make_decoder
 from areal_local.generation import Done, GenerationLoop, resolve_futures
 from areal_local.llama import pack_weights
-from areal_local.native import NativeModel, NativeWeights, choose_spec, load_native, make_native_decoder
+from areal_local.native import NativeModel, NativeWeights, choose_spec, load_native
+from areal_local.native_decoder import make_native_decoder
 from areal_local.rows import Pending
 from areal_local.vision import VisionDecoder
 from areal_local.weights import ModelWeights, read_safetensors
@@ -39,12 +40,12 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: Any, options: LocalConfig) -> ModelFacts:
-        config = model.config.get_text_config()
-        limits = (getattr(config, "max_position_embeddings", None), options.max_seq_len)
         native = isinstance(model, NativeModel)
+        config = model.text_config if native else model.config.get_text_config()
+        limits = (getattr(config, "max_position_embeddings", None), options.max_seq_len)
         return cls(
             min((limit for limit in limits if limit is not None), default=None),
-            config.vocab_size if native else model.get_input_embeddings().num_embeddings,
+            model.vocab_size if native else model.get_input_embeddings().num_embeddings,
             as_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None)),
         )
 

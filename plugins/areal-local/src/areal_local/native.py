@@ -1,28 +1,30 @@
-"""Native models, which plugins register as model specs: how the engine loads, decodes and updates them."""
+"""Native models, which plugins register as model specs: how the engine loads and updates them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+import transformers
 from torch import nn
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from areal_core.api.model_api import BaseStateDictAdapter, ModelSpec, find_model_spec, load_model_spec
-from areal_core.api.packed_attention import PackedAttention
-from areal_core.errors import BadInputError
-from areal_core.logging import getLogger
-from areal_local.attention import Pass, UnsupportedModelError
-from areal_local.decoder import Decoder, SlottedDecoder, check_decoder, short_sequences
+from areal_core.errors import BadInputError, PluginError
+from areal_core.plugins.loading import describe
 from areal_local.weights import WeightTable, read_safetensors
 
-_logger = getLogger("LocalDecoder")
-
 _KEY = "rollout.local.model_spec"
+_ADVICE = (
+    " A native model takes the names and the layout of the checkpoint's files. Where the trainer holds its weights in "
+    "another one (the experts of a layer in one tensor, say), set actor.weight_update.type=disk."
+)
 
 
 class NativeModel(nn.Module):
@@ -32,26 +34,60 @@ class NativeModel(nn.Module):
         model: the ``BaseArchonModel``.
         adapter: between its names and Hugging Face's.
         config, generation_config: of the checkpoint.
+        text_config: the part of the config that is about the language model.
+        unused: patterns of names that its checkpoint holds and the adapter makes nothing of.
     """
 
     def __init__(self, model: nn.Module, adapter: BaseStateDictAdapter, config: Any, generation_config: Any) -> None:
         super().__init__()
         self.model = model
         self.adapter, self.config, self.generation_config = adapter, config, generation_config
+        self.text_config = text_config(config)
+        self.unused: list[str] = []
+        self._vocab_size: int | None = getattr(self.text_config, "vocab_size", None)
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Logits ``[T, V]`` of packed sequences with these lengths."""
+    @property
+    def vocab_size(self) -> int:
+        """That of the config; where it names none, the width of the logits."""
+        if self._vocab_size is None:
+            with torch.inference_mode():
+                self._vocab_size = self.last_logits([[0]]).shape[1]
+        return self._vocab_size
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: Sequence[int],
+        longest: int,
+        rows: int | None = None,
+    ) -> torch.Tensor:
+        """Logits ``[T, V]`` of packed tokens, ``lengths`` of them from each sequence; positions are below ``longest``.
+
+        Args:
+            rows: how many logits are to come, if not one of each token.
+
+        Raises:
+            PluginError: if the model gives something else.
+        """
+        rows = len(tokens) if rows is None else rows
         bounds = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=tokens.device)
-        logits: torch.Tensor = self.model(tokens, positions, bounds, max(lengths))
+        logits: torch.Tensor = self.model(tokens, positions, bounds, longest)
+        if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or len(logits) != rows:
+            found = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+            raise PluginError(
+                f"{type(self.model).__name__}.forward gives {found} for {rows} packed tokens. It must give logits of "
+                f"shape [{rows}, vocabulary]."
+            )
         return logits
 
     def last_logits(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits ``[n, V]`` after each of the sequences, which are read whole."""
         device = next(self.parameters()).device
         lengths = [len(ids) for ids in sequences]
-        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sequences])
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        logits = self.logits(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), lengths)
+        tokens = torch.from_numpy(np.concatenate([np.asarray(ids, dtype=np.int64) for ids in sequences]))
+        positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
+        logits = self.logits(tokens.to(device), positions.to(device), lengths, max(lengths))
         return logits[torch.from_numpy(np.cumsum(lengths) - 1).to(device)]
 
 
@@ -63,16 +99,12 @@ def choose_spec(path: str, name: str | None, *, trust_remote_code: bool) -> Mode
 
     Args:
         path: folder or hub id.
-        name: ``rollout.local.model_spec``; None: a spec registered for a type that transformers does not know.
+        name: ``rollout.local.model_spec``; None: a spec registered for a type that transformers does not bring.
 
     Raises:
         BadInputError: if nobody knows the type.
         PluginError: if the spec cannot be used.
     """
-    import transformers
-    from transformers import PretrainedConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
     if name is not None:
         return load_model_spec(name, _KEY)
     try:
@@ -84,7 +116,8 @@ def choose_spec(path: str, name: str | None, *, trust_remote_code: bool) -> Mode
         return None
     # A folder that brings code of its own may be registered as well: that code is not run.
     spec = None if trust_remote_code and "auto_map" in config else find_model_spec(model_type)
-    if spec is None and "auto_map" not in config:
+    # Somebody may have told transformers of the type at run time (AutoConfig.register).
+    if spec is None and "auto_map" not in config and model_type not in CONFIG_MAPPING:
         raise BadInputError(
             f"{path}: neither transformers {transformers.__version__} nor a model spec knows the model type "
             f"{model_type!r}. Install a plugin that registers it, or name one: {_KEY}=package.module:spec."
@@ -97,44 +130,86 @@ def load_native(path: str, spec: ModelSpec, *, dtype: str | None, device: torch.
 
     Raises:
         BadInputError: if the spec does not read its type or a feature of it, or a weight is missing or does not fit.
+        PluginError: if the code of the spec fails.
     """
-    from transformers import GenerationConfig
-
     config = _read_config(path)
     if config.model_type not in spec.supported_model_types:
         known = ", ".join(sorted(spec.supported_model_types))
         raise BadInputError(
             f"{path}: is of model type {config.model_type!r}; the model spec {spec.name!r} reads {known}"
         )
-    args = spec.model_args_class.from_hf_config(config)
+    with _blamed(path, spec, f"{spec.model_args_class.__name__}.from_hf_config"):
+        args = spec.model_args_class.from_hf_config(config)
     folder = _local_folder(path)
     tensors = read_safetensors(folder)
-    with _default_dtype(_choose_dtype(dtype, config, tensors)), torch.device(device):
+    with (
+        _blamed(path, spec, spec.model_class.__name__),
+        _own_random_numbers(device),
+        _default_dtype(_choose_dtype(dtype, config, tensors)),
+        torch.device(device),
+    ):
         model = spec.model_class(args)
-    model.init_buffers(device)
+    with _blamed(path, spec, f"{spec.model_class.__name__}.init_buffers"):
+        model.init_buffers(device)
     try:
         generation_config = GenerationConfig.from_pretrained(folder)
     except OSError:
-        generation_config = GenerationConfig.from_model_config(config)
-    native = NativeModel(model, spec.state_dict_adapter_class(args, config), config, generation_config)
-    weights = NativeWeights(native)
+        ends = (getattr(part, "eos_token_id", None) for part in (config, text_config(config)))
+        generation_config = GenerationConfig(eos_token_id=next((end for end in ends if end is not None), None))
+    with _blamed(path, spec, spec.state_dict_adapter_class.__name__):
+        native = NativeModel(model, spec.state_dict_adapter_class(args, config), config, generation_config)
+        weights = NativeWeights(native)
+        weights.skip_unused(tensors)
     weights.apply(weights.table.plan(tensors, str(path)))
     return native
 
 
-def _read_config(path: str) -> Any:
-    from transformers import AutoConfig, PretrainedConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+@contextmanager
+def _blamed(path: str, spec: ModelSpec, what: str) -> Iterator[None]:
+    """Say of an error of a plugin's code which model it is about, and whose code it is."""
+    try:
+        yield
+    except BadInputError as error:
+        kind = PluginError if isinstance(error, PluginError) else BadInputError
+        raise kind(f"{path}: {error}") from error
+    except Exception as error:
+        raise PluginError(f"{path}: {what} of the model spec {spec.name!r} failed: {describe(error)}") from error
 
+
+class _PlainConfig(PretrainedConfig):
+    """Of a type that transformers does not know: what config.json says.
+
+    As in the types that it knows, ``rope_theta`` and ``rope_scaling`` of older files become ``rope_parameters``.
+    """
+
+    rope_parameters: dict[str, Any] | None = None
+
+
+def _read_config(path: str) -> Any:
     try:
         plain, _ = PretrainedConfig.get_config_dict(path)
-        known = plain.get("model_type") in CONFIG_MAPPING_NAMES
-        config = AutoConfig.from_pretrained(path) if known else PretrainedConfig.from_dict(plain)
-    except (OSError, ValueError) as error:
+        if plain.get("model_type") in CONFIG_MAPPING:
+            return AutoConfig.from_pretrained(path)
+        config = _plain_config(plain)
+        if isinstance(plain.get("text_config"), dict):
+            config.text_config = _plain_config(plain["text_config"])
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise BadInputError(f"{path}: its config.json cannot be read: {error}") from error
-    if not known:
-        config.model_type = plain.get("model_type", "")
     return config
+
+
+def _plain_config(plain: dict[str, Any]) -> Any:
+    config = _PlainConfig.from_dict(dict(plain))
+    config.model_type = plain.get("model_type", "")
+    if "rope_theta" in plain:
+        config.rope_theta = plain["rope_theta"]
+    return config
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that is about the language model; itself, if it has no parts."""
+    nested = getattr(config, "text_config", None)
+    return nested if isinstance(nested, PretrainedConfig) else config
 
 
 def _local_folder(path: str) -> Path:
@@ -142,7 +217,11 @@ def _local_folder(path: str) -> Path:
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    try:
+        # Not the copies of the weights in other layouts, which lie in subfolders or have other names.
+        return Path(snapshot_download(path, allow_patterns=["model*.safetensors*", "*.json"]))
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path}: its files cannot be downloaded: {error}") from error
 
 
 def _choose_dtype(dtype: str | None, config: Any, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.dtype:
@@ -150,8 +229,6 @@ def _choose_dtype(dtype: str | None, config: Any, tensors: Sequence[tuple[str, t
         chosen: torch.dtype = getattr(torch, dtype)
         return chosen
     named = getattr(config, "dtype", None)
-    if isinstance(named, str):
-        named = getattr(torch, named, None)
     if isinstance(named, torch.dtype):
         return named
     return next((tensor.dtype for _, tensor in tensors if tensor.is_floating_point()), torch.float32)
@@ -167,6 +244,14 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Layers are made with random weights; the trainer's random numbers, in the same process, must not depend on it."""
+    devices = [] if device.type != "cuda" else [torch.cuda.current_device() if device.index is None else device.index]
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
 # ------------------------------------------------------------------------------------------------------------ weights
 
 
@@ -174,6 +259,9 @@ class NativeWeights:
     """The weights of a native model, under the names and in the layout of Hugging Face.
 
     New ones are always copied, since the model may lay them out in another way.
+
+    Raises:
+        PluginError: if the adapter gives one Hugging Face name to parameters of different shapes.
     """
 
     borrowed = 0
@@ -184,17 +272,32 @@ class NativeWeights:
         shapes: list[list[int]] = []
         required: list[bool] = []
         self.dtypes: list[torch.dtype] = []
+        index: dict[str, int] = {}
+        adapter = native.adapter
         for aliases, tensor in self._own().values():
             shadow = torch.empty_like(tensor, device="meta")
             # A tied tensor has the names of each of its ends, in whatever order the model lists them.
-            converted = [native.adapter.convert_single_to_hf(alias, shadow) for alias in aliases]
+            converted = [adapter.convert_single_to_hf(alias, shadow) or [] for alias in aliases]
             pieces = max(converted, key=len)
-            for position, (_, piece) in enumerate(pieces):
-                names.append([hf[position][0] for hf in converted if len(hf) == len(pieces)])
-                shapes.append(list(piece.shape))
-                required.append(isinstance(tensor, nn.Parameter))
-                self.dtypes.append(piece.dtype)
-        self.table = WeightTable(names, shapes, required)
+            for position, (name, piece) in enumerate(pieces):
+                given = [hf[position][0] for hf in converted if len(hf) == len(pieces)]
+                found = index.get(name, len(names))
+                if found == len(names):
+                    names.append([])
+                    shapes.append(list(piece.shape))
+                    required.append(False)
+                    self.dtypes.append(piece.dtype)
+                # Two parameters of one name are ends of a tie that the model leaves to the adapter.
+                if shapes[found] != list(piece.shape):
+                    raise PluginError(
+                        f"{type(adapter).__name__}.convert_single_to_hf gives the name {name!r} to parameters of the "
+                        f"shapes {shapes[found]} and {list(piece.shape)}. What the checkpoint holds as one tensor must "
+                        "be one parameter of the model."
+                    )
+                names[found] += [alias for alias in given if alias not in names[found]]
+                required[found] |= isinstance(tensor, nn.Parameter)
+                index.update(dict.fromkeys(given, found))
+        self.table = WeightTable(names, shapes, required, ignored=native.unused, advice=_ADVICE)
 
     def _own(self) -> dict[int, tuple[list[str], torch.Tensor]]:
         """Each tensor of the model that is saved, with all its names."""
@@ -203,23 +306,48 @@ class NativeWeights:
             found.setdefault(id(tensor), ([], tensor))[0].append(name)
         return found
 
+    def skip_unused(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Ignore, from now on, names of a checkpoint of which the adapter makes nothing (say, ``inv_freq``)."""
+        known = {name: tensor.to("meta") for name, tensor in tensors if self.table.knows(name)}
+        unknown = {name: tensor.to("meta") for name, tensor in tensors if name not in known}
+        made = self._made_of(known) if unknown else None
+        if made is None:
+            return
+        unused = list(unknown)
+        if self._made_of(known | unknown) != made:
+            # The checkpoint does not fit; the table is to name what is wrong.
+            unused = [name for name in unknown if self._made_of(known | {name: unknown[name]}) == made]
+        self.native.unused.extend(f"^{re.escape(name)}$" for name in unused)
+
+    def _made_of(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size] | None:
+        """Names and shapes that the adapter makes; None if it raises."""
+        try:
+            made = self.native.adapter.from_hf(tensors)
+            return {name: tensor.shape for name, tensor in made.items() if tensor is not None}
+        except Exception:  # it does not know a name, or misses one: the table says which
+            return None
+
     def apply(self, planned: Mapping[int, torch.Tensor]) -> None:
         """Copy tensors that ``table.plan`` has matched. No token may be computed meanwhile.
 
         Raises:
-            BadInputError: if the adapter does not make every parameter of them, or another shape. Nothing is written.
+            PluginError: if the adapter does not make every parameter of them, or another shape. Nothing is written.
         """
         adapter = self.native.adapter
-        given = adapter.from_hf({self.table.names[index][0]: tensor for index, tensor in planned.items()})
+        named = {self.table.names[index][0]: tensor for index, tensor in planned.items()}
+        try:
+            given = adapter.from_hf(named)
+        except Exception as error:
+            raise PluginError(f"{type(adapter).__name__}.from_hf failed: {describe(error)}") from error
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for aliases, own in self._own().values():
             new = next((given[alias] for alias in aliases if given.get(alias) is not None), None)
             if new is None:
                 if isinstance(own, nn.Parameter):
-                    raise BadInputError(f"{type(adapter).__name__}.from_hf does not make the parameter {aliases[0]!r}")
+                    raise PluginError(f"{type(adapter).__name__}.from_hf does not make the parameter {aliases[0]!r}")
                 continue
             if new.shape != own.shape:
-                raise BadInputError(
+                raise PluginError(
                     f"{type(adapter).__name__}.from_hf makes {aliases[0]!r} of shape {list(new.shape)}, but the "
                     f"model's has {list(own.shape)}"
                 )
@@ -227,120 +355,3 @@ class NativeWeights:
         with torch.no_grad():
             for own, new in copies:
                 own.copy_(new)
-
-
-# ----------------------------------------------------------------------------------------------------------- decoding
-
-
-class NativeNetwork:
-    """A native model whose ``PackedAttention`` modules call the pass over the slotted cache."""
-
-    def __init__(self, native: NativeModel) -> None:
-        self.native = native
-        self._current: Pass | None = None
-        layers = [module for module in native.model.modules() if isinstance(module, PackedAttention)]
-        if not layers:
-            raise UnsupportedModelError("it has no PackedAttention")
-        self.layers = layers
-        for module in layers:
-            module.backend = self._attend
-
-    def _attend(
-        self,
-        attention: PackedAttention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        tree_attn_meta: Any,
-    ) -> torch.Tensor:
-        assert self._current is not None
-        return self._current.attend(
-            attention.layer, query, key, value, attention.scale, attention.window, attention.softcap
-        )
-
-    def reserve(self, length: int) -> None:
-        pass
-
-    def weights_changed(self) -> None:
-        pass
-
-    def logits(
-        self, current: Pass, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
-    ) -> torch.Tensor:
-        self._current = current
-        try:
-            logits = self.native.logits(tokens, positions, current.lengths)
-        finally:
-            self._current = None
-        return logits if keep is None else logits[keep]
-
-
-class RecomputingDecoder:
-    """Reads every sequence anew for each token: slow, and right for any native model.
-
-    Rows always have the weights of the moment, whatever they were when the row began.
-    """
-
-    def __init__(self, native: NativeModel, most_tokens: int) -> None:
-        self.native, self.most_tokens = native, most_tokens
-        self.rows: dict[int, list[int]] = {}
-
-    def _read(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        logits: list[torch.Tensor] = []
-        chunk: list[Sequence[int]] = []
-        for ids in sequences:
-            if chunk and sum(map(len, chunk)) + len(ids) > self.most_tokens:
-                logits.append(self.native.last_logits(chunk))
-                chunk = []
-            chunk.append(ids)
-        return torch.cat([*logits, self.native.last_logits(chunk)])
-
-    def prefill(self, sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], capacity: int) -> torch.Tensor:
-        for ids, targets in zip(sequences, rows, strict=True):
-            self.rows.update({row: list(ids) for row in targets})
-        return self._read(sequences)
-
-    def decode(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> torch.Tensor:
-        sequences = [self.rows[row] for row in range(len(tokens))]
-        for ids, token in zip(sequences, tokens.tolist(), strict=True):
-            ids.append(token)
-        return self._read(sequences)
-
-    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        for source, target in zip(sources, targets, strict=True):
-            self.rows[target] = self.rows.pop(source)
-
-    def clear(self) -> None:
-        self.rows.clear()
-
-    def weights_changed(self) -> None:
-        pass
-
-
-def make_native_decoder(
-    native: NativeModel, device: torch.device, max_rows: int, prefill_tokens: int, *, slow: bool = False
-) -> Decoder:
-    """A decoder with a cache if it gives the model's own logits on a short test; else, with a warning, one without."""
-    if slow:
-        return RecomputingDecoder(native, prefill_tokens)
-    sequences = short_sequences(native.config.vocab_size)
-    with torch.inference_mode():
-        expected = native.last_logits(sequences)
-        before = [(m, m.backend) for m in native.model.modules() if isinstance(m, PackedAttention)]
-        try:
-            network = NativeNetwork(native)
-            check_decoder(SlottedDecoder(network, device, expected.dtype, 3, prefill_tokens), sequences, expected)
-            return SlottedDecoder(network, device, expected.dtype, max_rows, prefill_tokens)
-        except Exception as error:  # any failure inside a foreign model's forward means: not this way
-            for module, backend in before:
-                module.backend = backend
-            reason = str(error) or type(error).__name__
-    _logger.warning(
-        "%s reads every sequence anew for each token, which is slow: %s. Let its layers attend through "
-        "areal_core.api.packed_attention.PackedAttention.",
-        type(native.model).__name__,
-        reason,
-    )
-    return RecomputingDecoder(native, prefill_tokens)

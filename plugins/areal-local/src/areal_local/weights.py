@@ -13,6 +13,9 @@ import torch
 
 from areal_core.errors import BadInputError, did_you_mean
 
+#: What the tensors that a trainer hands over are called.
+FROM_TRAINER = "update_weights_from_memory"
+
 
 @attrs.frozen
 class WeightTable:
@@ -24,6 +27,7 @@ class WeightTable:
         required: whether an update must hold it: parameters, not buffers.
         prefix: of the base model; checkpoints of a bare base model lack it.
         ignored: patterns of names that checkpoints hold and the model has no use for.
+        advice: what to add where the tensors of a trainer (``source`` is ``FROM_TRAINER``) do not fit.
     """
 
     names: list[list[str]]
@@ -31,6 +35,7 @@ class WeightTable:
     required: list[bool]
     prefix: str = ""
     ignored: list[str] = attrs.field(factory=list)
+    advice: str = ""
     _index: dict[str, int] = attrs.field(init=False, factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -55,6 +60,13 @@ class WeightTable:
         )
         return table, list(tensors.values())
 
+    def knows(self, name: str) -> bool:
+        """Whether the model has a tensor of this name."""
+        return name in self._index or f"{self.prefix}.{name}" in self._index
+
+    def _advice(self, source: str) -> str:
+        return self.advice if source == FROM_TRAINER else ""
+
     def find(self, name: str, shape: Iterable[int], source: str) -> int | None:
         """Index of the tensor ``name``; None for one that is to be ignored.
 
@@ -65,9 +77,11 @@ class WeightTable:
         if index is None:
             if any(re.search(pattern, name) for pattern in self.ignored):
                 return None
-            raise BadInputError(f"{source}: the model has no weight {name!r}.{did_you_mean(name, self._index)}")
+            hint = did_you_mean(name, self._index) + self._advice(source)
+            raise BadInputError(f"{source}: the model has no weight {name!r}.{hint}")
         if list(shape) != self.shapes[index]:
-            raise BadInputError(f"{source}: {name!r} has shape {list(shape)}, but the model's has {self.shapes[index]}")
+            found = f"{name!r} has shape {list(shape)}, but the model's has {self.shapes[index]}."
+            raise BadInputError(f"{source}: {found}{self._advice(source)}")
         return index
 
     def check_complete(self, given: Iterable[int], source: str) -> None:
@@ -80,7 +94,8 @@ class WeightTable:
         ]
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise BadInputError(f"{source}: weights are missing: {shown}. A full set of weights is needed.")
+            hint = f" A full set of weights is needed.{self._advice(source)}"
+            raise BadInputError(f"{source}: weights are missing: {shown}.{hint}")
 
     def plan(self, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> dict[int, torch.Tensor]:
         """Match named tensors with the model's own.
@@ -106,7 +121,7 @@ class WeightTable:
 
     def to_plain(self) -> dict[str, Any]:
         """JSON-compatible; ``WeightTable(**plain)`` makes it again."""
-        return {field: getattr(self, field) for field in ("names", "shapes", "required", "prefix", "ignored")}
+        return {field: getattr(self, field) for field in ("names", "shapes", "required", "prefix", "ignored", "advice")}
 
 
 class ModelWeights:

@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from areal_core.errors import BadInputError
 
+_PLACE = ("_uid", "_index")
+
 
 class DataLoader:
     """Endless batches of rows over epochs, each epoch in its own order.
@@ -110,6 +112,25 @@ class DataLoader:
             raise BadInputError(f"epoch {epoch}, position {position} is no place in a dataset of {self._size} rows")
         self._epoch, self._position, self.seed = epoch, position, seed
         self._order = None
+
+    def save_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint holds of a row that this loader gave: its place, whatever else is in it (images, say)."""
+        return {name: row[name] for name in _PLACE}
+
+    def load_row(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The row that ``save_row`` was given; a row that was saved whole is as it was.
+
+        Raises:
+            BadInputError: if the dataset has no such row.
+        """
+        if set(saved) != set(_PLACE):
+            return dict(saved)
+        index = int(saved["_index"])
+        if not 0 <= index < self._size:
+            raise BadInputError(
+                f"the saved run was at row {index} of its dataset, but this one has {self._size}. Resume with the same."
+            )
+        return {**self._row(index), "_uid": saved["_uid"]}
 
     def _epoch_is_over(self) -> bool:
         left = self._size - self._position

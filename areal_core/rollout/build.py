@@ -102,11 +102,18 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 def check_workflow(workflow: Any) -> Any:
     """A workflow object of a workflow or of a function that makes one; a clear error for anything else."""
-    if not hasattr(workflow, "arun_episode") and not hasattr(workflow, "run") and callable(workflow):
+    is_class = isinstance(workflow, type)
+    if not is_class and not hasattr(workflow, "arun_episode") and not hasattr(workflow, "run") and callable(workflow):
         workflow = workflow()
-    if callable(getattr(workflow, "arun_episode", None)) and not isinstance(workflow, type):
+    has_episodes = callable(getattr(workflow, "arun_episode", None))
+    name = workflow.__name__ if is_class else type(workflow).__name__
+    if has_episodes and is_class:
+        raise BadInputError(
+            f"workflow {name} is a class. Give an object of it, {name}(...), or a function without parameters that "
+            "makes one."
+        )
+    if has_episodes:
         return workflow
-    name = workflow.__name__ if isinstance(workflow, type) else type(workflow).__name__
     if is_agent(workflow):
         raise BadInputError(
             f"workflow {name} is an agent (it has `run`, not `arun_episode`); it needs a tokenizer and sampling to be "

@@ -54,6 +54,8 @@ class RolloutController:
         should_stop: whether the run is to end; each waiting method also takes its own.
         with_supports: ask the engine, if it returns them, for the supports of training samples (see
             ``areal_core.api.supports``) where ``gconfig`` truncates.
+        reward_fn: the reward whose counts become metrics (``reward/calls``, ``reward/errors/KIND``); None: the
+            attribute ``reward_fn`` of the workflow, if it has one.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class RolloutController:
         max_tried_groups: int | None = None,
         should_stop: Callable[[], bool] | None = None,
         with_supports: bool = False,
+        reward_fn: Any = None,
     ) -> None:
         self.engine, self.config = engine, config
         self.batch_size, self.group_size, self.seed = batch_size, group_size, seed
         self.workflow = check_workflow(workflow)
+        self._reward_fn = reward_fn if reward_fn is not None else getattr(self.workflow, "reward_fn", None)
         self._should_accept, self._should_accept_group = should_accept, should_accept_group
         self._max_tried = max_tried_groups or 1 << 62
         self._reserve = Reserve()
@@ -283,7 +287,13 @@ class RolloutController:
             NoGroupPassed: if it refused ``max_tried_groups``, all that were tried.
             ArealError: if as many groups as may be under way at a time came to nothing, one after the other.
             RuntimeError: if it waits for groups that ``pause`` keeps from starting.
+            TypeError: if ``dataloader`` has no ``next_batch``.
         """
+        if not callable(getattr(dataloader, "next_batch", None)):
+            raise TypeError(
+                f"prepare_batch was given a {type(dataloader).__name__}, which has no next_batch(). Use "
+                "areal_core.data.loader.DataLoader(rows, batch_size), or rollout_batch(rows) for a list of rows."
+            )
         if self.synchronous:
             return self._play_until_full(dataloader, should_stop)
         try:
@@ -418,8 +428,8 @@ class RolloutController:
         return result
 
     def _reward_stats(self) -> dict[str, float]:
-        """Of the training workflow's reward since they were last read: ``reward/calls``, ``reward/errors/KIND``."""
-        export = getattr(getattr(self.workflow, "reward_fn", None), "export_stats", None)
+        """Of the reward since they were last read: ``reward/calls``, ``reward/errors/KIND``."""
+        export = getattr(self._reward_fn, "export_stats", None)
         return {} if export is None else export()
 
     def _queue_stats(self) -> dict[str, float]:
@@ -439,16 +449,19 @@ class RolloutController:
 
     # ----------------------------------------------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, save_row: Callable[[Mapping[str, Any]], Any] = dict) -> dict[str, Any]:
         """JSON-compatible state: version, counters, and the rows to play again (under way, or complete and unused).
 
+        Args:
+            save_row: what is kept of such a row, e.g. ``DataLoader.save_row``; all of it by default.
+
         Raises:
-            ArealError: if such a row holds values that JSON cannot.
+            ArealError: if what is kept holds values that JSON cannot.
         """
         rows = self._restored if self._entrance is None else self._entrance.call(self._live.unfinished_rows)
         rows = [*rows, *self._reserve.rows]
         try:
-            rows = json.loads(json.dumps(rows))
+            saved = json.loads(json.dumps([save_row(row) for row in rows]))
         except (TypeError, ValueError) as error:
             raise ArealError(f"a row under way cannot be saved, it holds more than JSON can: {error}") from error
         return {
@@ -456,17 +469,23 @@ class RolloutController:
             "consumed": self._staleness.consumed,
             "serial": self._serial,
             "totals": self._ledger.state_dict(),
-            "rows": rows,
+            "rows": saved,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken. Before ``start``, or while nothing is under way."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], load_row: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    ) -> None:
+        """Go on where ``state_dict`` was taken. Before ``start``, or while nothing is under way.
+
+        Args:
+            load_row: makes a row of what was kept of it, e.g. ``DataLoader.load_row``.
+        """
         if self._entrance is not None and self._under_way():
             raise RuntimeError("load_state_dict while episodes are under way")
         self._staleness.version, self._staleness.consumed = int(state["version"]), int(state["consumed"])
         self._serial = int(state.get("serial", 0))
         self._ledger.load_state_dict(state.get("totals", {}))
-        self._restored = [dict(row) for row in state["rows"]]
+        self._restored = [dict(load_row(row)) for row in state["rows"]]
         self._reserve.rows.clear()
         if self._entrance is not None:
             self._play_restored()

@@ -80,6 +80,7 @@ class Rollouts:
             seed=config.seed,
             on_outcome=self._record,
             should_stop=stop,
+            reward_fn=self.rewards,
             # Only an algorithm has a ratio that truncation would bias; distillation has none.
             with_supports=algorithm is not None,
             **self._group_filter(),
@@ -182,7 +183,7 @@ class Rollouts:
     def load_state(self, state: Mapping[str, Any]) -> None:
         assert self.loader is not None, "made for evaluation only"
         self.loader.load_state_dict(state["loader"])
-        self.controller.load_state_dict(state["controller"])
+        self.controller.load_state_dict(state["controller"], self.loader.load_row)
 
     def close(self) -> None:
         self.controller.stop()
@@ -190,8 +191,9 @@ class Rollouts:
         self.engine.destroy()
 
     def _snapshot(self) -> dict[str, Any]:
-        loader = None if self.loader is None else self.loader.state_dict()
-        return {"loader": loader, "controller": self.controller.state_dict()}
+        if self.loader is None:
+            return {"loader": None, "controller": self.controller.state_dict()}
+        return {"loader": self.loader.state_dict(), "controller": self.controller.state_dict(self.loader.save_row)}
 
     def _record(self, trajectory: Trajectory | None, outcome: str, info: Mapping[str, Any]) -> None:
         if self.session is None:

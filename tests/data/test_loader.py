@@ -156,3 +156,29 @@ def test_resume_when_state_does_not_fit_expected_error_and_no_change(state: dict
 def test_row_when_not_a_dict_expected_error() -> None:
     with pytest.raises(BadInputError, match="row 0 of the dataset is a int"):
         DataLoader([1, 2], 1, shuffle=False).next_batch()
+
+
+def test_rows_when_saved_hold_their_place_alone_and_load_again() -> None:
+    # Arrange: a column that no JSON holds
+    rows = [{"n": index, "image": object()} for index in range(4)]
+    loader = DataLoader(rows, 2, seed=1)
+    drawn = [row for _ in range(4) for row in loader.next_batch()]
+
+    # Act
+    saved = json.loads(json.dumps([loader.save_row(row) for row in drawn]))
+    loaded = [DataLoader(rows, 2, seed=1).load_row(row) for row in saved]
+
+    # Assert
+    assert all(row.keys() == {"_uid", "_index"} for row in saved)
+    assert loaded == drawn and drawn[-1]["_uid"].startswith("1-")
+
+
+def test_row_when_saved_whole_is_loaded_as_it_was() -> None:
+    row = {"n": 7, "_uid": "0-9", "_index": 9}
+
+    assert DataLoader(make_rows(4), 2).load_row(row) == row
+
+
+def test_row_when_the_dataset_has_become_smaller_expected_error() -> None:
+    with pytest.raises(BadInputError, match="row 9 of its dataset, but this one has 4"):
+        DataLoader(make_rows(4), 2).load_row({"_uid": "0-9", "_index": 9})

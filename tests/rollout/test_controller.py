@@ -1,6 +1,7 @@
 import _thread
 import asyncio
 import gc
+import json
 import signal
 import threading
 
@@ -10,6 +11,7 @@ from rollout_fakes import FakeEngine, FakeLoader
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, Trajectory
 from areal_core.api.reward_api import RewardError
+from areal_core.data.loader import DataLoader
 from areal_core.errors import ArealError, BadInputError
 from areal_core.rollout.controller import RolloutController
 from areal_core.rollout.episode import EpisodeRejected, RolloutInterrupted
@@ -878,3 +880,53 @@ def test_should_stop_when_episodes_never_wait_is_asked_while_they_play(start):
         controller.prepare_batch(FakeLoader(50), should_stop=lambda: len(workflow.seen) > 1000)
 
     assert len(workflow.seen) > 1000
+
+
+# ---------------------------------------------------------------------------------------------------- as a library
+
+
+def test_rollout_batch_when_the_reward_is_given_apart_reports_its_counters(start):
+    class Counted:
+        export_stats = staticmethod(lambda: {"reward/errors/nan": 2.0})
+
+    controller = start(options={"reward_fn": Counted()})
+
+    assert controller.rollout_batch(rows(1)).stats["reward/errors/nan"] == 2.0
+
+
+def test_workflow_when_its_class_is_given_says_what_to_give():
+    with pytest.raises(BadInputError, match=r"workflow Workflow is a class\. Give an object of it, Workflow\(\.\.\.\)"):
+        RolloutController(FakeEngine(), Workflow, InferenceEngineConfig(), batch_size=1)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_prepare_batch_when_given_a_list_says_what_it_takes(start, bound):
+    with pytest.raises(TypeError, match=r"given a list, which has no next_batch\(\)\. Use .*DataLoader\(rows"):
+        start(max_head_offpolicyness=bound).prepare_batch(rows(4))
+
+
+def test_state_when_only_the_place_of_a_row_is_kept_plays_the_whole_row_again(start):
+    # Arrange: rows that JSON cannot hold
+    images = [object() for _ in range(12)]
+    loader = DataLoader([{"image": image} for image in images], 4, seed=1)
+    first = start(max_head_offpolicyness=1)
+    used = [t.group_id for t in first.prepare_batch(loader).trajectories[::2]]
+    state = json.loads(json.dumps(first.state_dict(loader.save_row)))
+    first.stop()
+    played = []
+
+    def look(data, sample, attempt):
+        played.append((data["_index"], data["image"]))
+        return 1.0
+
+    # Act
+    second = RolloutController(
+        FakeEngine(), Workflow(look), InferenceEngineConfig(max_head_offpolicyness=1), batch_size=4, group_size=2
+    )
+    second.load_state_dict(state, loader.load_row)
+    with second:
+        used += [t.group_id for t in second.prepare_batch(loader).trajectories[::2]]
+
+    # Assert
+    assert len(set(used)) == 8
+    assert played and all(image is images[index] for index, image in played)

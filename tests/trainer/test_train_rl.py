@@ -238,3 +238,24 @@ def test_eval_when_given_weights_prints_json(rl_plain: dict[str, Any], tmp_path:
     assert done.returncode == 0, done.stderr
     metrics = json.loads(done.stdout)
     assert 0 <= metrics["eval/reward"] <= 1
+
+
+def test_train_when_asynchronous_on_rows_that_no_json_holds_saves_and_resumes(
+    rl_plain: dict[str, Any], tmp_path: Path
+) -> None:
+    # Arrange
+    rl_plain["rollout"]["max_head_offpolicyness"] = 2
+    rl_plain["train_dataset"] = {"name": "trainer_rewards:bytes_dataset", "batch_size": 2}
+    rl_plain["reward"] = {"name": "trainer_rewards:picture_reward_fn"}
+    del rl_plain["valid_dataset"]
+    path = write_yaml(tmp_path / "run.yaml", rl_plain)
+
+    # Act
+    train(load_run_config(path, ["total_train_steps=2"]))
+    run = train(load_run_config(path, ["total_train_steps=4"]), resume="must").path
+
+    # Assert
+    assert [line["step"] for line in read_metrics(run)] == [1, 2, 3, 4]
+    trained = [(e["step"], e["uid"]) for e in iter_trajectories(run) if e["outcome"] == "accepted"]
+    groups = set(trained)
+    assert len(trained) == 4 * len(groups) and len({uid for _, uid in groups}) == len(groups) == 8

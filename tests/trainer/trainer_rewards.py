@@ -105,3 +105,15 @@ def marking_hang_reward_fn(prompt: str, completions: str, prompt_ids: Any, compl
     Path(os.environ["TRAINER_TEST_MARK"]).touch()
     time.sleep(3600)
     return 0.0
+
+
+def bytes_dataset(path: Any, split: str, *, kind: str, tokenizer: Any, max_length: Any) -> list[dict[str, Any]]:
+    """Rows with a column that JSON cannot hold."""
+    return [{"messages": [{"role": "user", "content": f"{n} + 1"}], "picture": bytes([n])} for n in range(16)]
+
+
+def picture_reward_fn(
+    prompt: str, completions: str, prompt_ids: Any, completion_ids: list[int], picture: bytes, **data: Any
+) -> float:
+    assert f"{picture[0]} + 1" in prompt
+    return digits_reward_fn(prompt, completions, prompt_ids, completion_ids)

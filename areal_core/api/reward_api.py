@@ -81,7 +81,8 @@ class AsyncRewardWrapper:
     passed, unless it takes ``**kwargs``.
 
     Args:
-        fn: the reward function; an ``AsyncRewardWrapper`` is used as it is.
+        fn: the reward function. An ``AsyncRewardWrapper`` and what a run gives a workflow as ``reward_fn`` are used as
+            they are, with their own ``timeout`` and so on.
         timeout: seconds for one call, waiting for a free process not included.
         max_workers: processes (or threads).
         name: for messages.
@@ -102,7 +103,7 @@ class AsyncRewardWrapper:
         self._reported: Counter[str] = Counter()
         self._calls = 0
         self._seconds = 0.0
-        self._inner = fn if isinstance(fn, AsyncRewardWrapper) else None
+        self._inner: Any = fn if _is_wrapped(fn) else None
         self._is_async = self._inner is None and _is_coroutine_function(fn)
         self._target = None if self._inner is not None or self._is_async else import_target(fn)
         self._accepted, self._bound = (None, frozenset[str]()) if self._inner is not None else _keywords(fn)
@@ -113,7 +114,8 @@ class AsyncRewardWrapper:
     def runs_in(self) -> Literal["event loop", "process", "thread"]:
         """Where calls run."""
         if self._inner is not None:
-            return self._inner.runs_in
+            where: Literal["event loop", "process", "thread"] = getattr(self._inner, "runs_in", "event loop")
+            return where
         if self._is_async:
             return "event loop"
         return "process" if self._target is not None else "thread"
@@ -122,13 +124,15 @@ class AsyncRewardWrapper:
     def stats(self) -> dict[str, int]:
         """Failed calls so far by kind; every kind is present."""
         if self._inner is not None:
-            return self._inner.stats
+            inner: dict[str, int] = self._inner.stats
+            return inner
         return {kind: self._errors[kind] for kind in KINDS}
 
     def export_stats(self, prefix: str = "reward") -> dict[str, float]:
         """Since the last call of it: calls, mean seconds waited for one, failed calls by kind (those that occurred)."""
         if self._inner is not None:
-            return self._inner.export_stats(prefix)
+            inner: dict[str, float] = self._inner.export_stats(prefix)
+            return inner
         stats = {f"{prefix}/calls": float(self._calls), f"{prefix}/seconds": self._seconds / max(1, self._calls)}
         new_errors = self._errors - self._reported
         stats.update({f"{prefix}/errors/{kind}": float(count) for kind, count in sorted(new_errors.items())})
@@ -145,7 +149,8 @@ class AsyncRewardWrapper:
             BadInputError: if a worker process cannot import the function.
         """
         if self._inner is not None:
-            return await self._inner(prompt, completions, prompt_ids, completion_ids, **data)
+            score: float = await self._inner(prompt, completions, prompt_ids, completion_ids, **data)
+            return score
         args = (prompt, completions, prompt_ids, completion_ids)
         if self._accepted is not None:
             data = {key: value for key, value in data.items() if key in self._accepted}
@@ -189,7 +194,7 @@ class AsyncRewardWrapper:
         except Exception as error:
             if isinstance(error, TimeoutError) and scope.expired():
                 raise
-            raise self._error("raised", worker.describe(error)) from error
+            raise self._error("raised", worker.describe_call(error)) from error
         code, value, message = worker.classify(result)
         if code != worker.OK:
             raise self._error(_CODES[code], message)
@@ -212,6 +217,23 @@ class AsyncRewardWrapper:
         except Exception as error:
             raise self._error("raised", f"cannot be sent its arguments: {worker.describe(error)}") from error
         return self._pool.submit(payload)
+
+
+def awaitable_reward(fn: Callable[..., Any]) -> Any:
+    """``fn`` where it can be awaited, else an ``AsyncRewardWrapper`` of it: what a workflow made by hand may be given.
+
+    Who gave a plain function ends the processes of the wrapper with its ``destroy``; they also end with the program.
+    """
+    return fn if _is_coroutine_function(fn) else AsyncRewardWrapper(fn)
+
+
+def _is_wrapped(fn: Any) -> bool:
+    """Whether a reward judges and counts its own calls: another wrapper would only hide what it says."""
+    if isinstance(fn, AsyncRewardWrapper):
+        return True
+    # By what it can do and not its class: the rewards of a run are made elsewhere.
+    methods = all(callable(getattr(fn, name, None)) for name in ("export_stats", "destroy"))
+    return methods and hasattr(fn, "stats") and _is_coroutine_function(fn)
 
 
 def import_target(fn: Callable[..., Any]) -> Target | None:

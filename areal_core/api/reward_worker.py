@@ -58,6 +58,21 @@ def describe(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {_short(error, str)}"
 
 
+def describe_call(error: BaseException) -> str:
+    """As ``describe``, with the line of the function's own file that an exception came from.
+
+    Caught where the function was called, so that the outermost frame is the caller's.
+    """
+    frame = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    file = "" if frame is None else frame.tb_frame.f_code.co_filename
+    line = 0
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == file:
+            line = frame.tb_lineno
+        frame = frame.tb_next
+    return describe(error) + (f" ({os.path.basename(file)}, line {line})" if line else "")
+
+
 def _short(value: Any, show: Callable[[Any], str] = repr) -> str:
     try:
         text = show(value)
@@ -73,7 +88,7 @@ def call(fn: Callable[..., Any], args: tuple[Any, ...], data: dict[str, Any]) ->
     except SystemExit as error:
         return EXITED, 0.0, f"called sys.exit({_short(error.code)})"
     except BaseException as error:
-        return RAISED, 0.0, describe(error)
+        return RAISED, 0.0, describe_call(error)
 
 
 def load(module: str, qualname: str, file: str | None) -> Callable[..., Any]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from areal_core.api.configs import RewardConfig, RLConfig
 from areal_core.api.distill_config import DistillConfig
-from areal_core.api.reward_api import AsyncRewardWrapper, RewardError, Score
+from areal_core.api.reward_api import KINDS, AsyncRewardWrapper, RewardError, Score
 from areal_core.api.reward_worker import LARGEST
 from areal_core.config.plain import plugin_keywords
 from areal_core.errors import BadInputError
+from areal_core.logging import getLogger
+
+logger = getLogger("Reward")
 
 
 class PluginLoader(Protocol):
@@ -30,6 +34,7 @@ class ScoredReward:
 
     def __init__(self, reward: AsyncRewardWrapper, config: RewardConfig) -> None:
         self.reward, self.on_error, self.weight = reward, config.on_error, config.weight
+        self._logged: set[str] = set()
 
     async def __call__(
         self, prompt: Any, completions: Any, prompt_ids: Any = None, completion_ids: Any = None, **data: Any
@@ -43,6 +48,7 @@ class ScoredReward:
         try:
             return await self.reward(prompt, completions, prompt_ids, completion_ids, **data)
         except RewardError as error:
+            self._log(error)
             if self.on_error == "reject":
                 raise
             if self.on_error == "zero":
@@ -52,9 +58,23 @@ class ScoredReward:
                 "without it."
             ) from error
 
-    def export_stats(self) -> dict[str, float]:
-        """``reward/calls``, ``reward/seconds`` and ``reward/errors/KIND`` since the last call of it."""
-        return self.reward.export_stats()
+    def _log(self, error: RewardError) -> None:
+        """Once for each kind: a reward that always fails would else show in the metrics only."""
+        if self.on_error == "raise" or error.kind in self._logged:
+            return
+        self._logged.add(error.kind)
+        what = "its episode is rejected" if self.on_error == "reject" else "it counts 0"
+        where = f"{self.reward.key}.on_error: {self.on_error}"
+        logger.warning("%s; %s (%s). Later ones of this kind are counted only", error, what, where)
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Failed calls so far by kind."""
+        return self.reward.stats
+
+    def export_stats(self, prefix: str = "reward") -> dict[str, float]:
+        """``PREFIX/calls``, ``PREFIX/seconds`` and ``PREFIX/errors/KIND`` since the last call of it."""
+        return self.reward.export_stats(prefix)
 
     def destroy(self) -> None:
         """End its processes. May be called twice."""
@@ -88,11 +108,17 @@ class CombinedReward:
         terms = {label: value for label, value in zip(self.rewards, values, strict=True) if isinstance(value, float)}
         return Score(checked_total(sum(self.rewards[label].weight * value for label, value in terms.items())), terms)
 
-    def export_stats(self) -> dict[str, float]:
-        """As :meth:`ScoredReward.export_stats`, for each label: ``reward/LABEL/calls`` and so on."""
+    @property
+    def stats(self) -> dict[str, int]:
+        """Failed calls so far by kind, over all."""
+        each = [reward.stats for reward in self.rewards.values()]
+        return {kind: sum(stats[kind] for stats in each) for kind in KINDS}
+
+    def export_stats(self, prefix: str = "reward") -> dict[str, float]:
+        """As :meth:`ScoredReward.export_stats`, for each label: ``PREFIX/LABEL/calls`` and so on."""
         stats: dict[str, float] = {}
         for label, reward in self.rewards.items():
-            stats.update(reward.reward.export_stats(f"reward/{label}"))
+            stats.update(reward.export_stats(f"{prefix}/{label}"))
         return stats
 
     def destroy(self) -> None:
@@ -110,7 +136,12 @@ class NoReward:
             "`rewards: {LABEL: {name: ...}, ...}` for several."
         )
 
-    def export_stats(self) -> dict[str, float]:
+    @property
+    def stats(self) -> dict[str, int]:
+        """No call is counted."""
+        return dict.fromkeys(KINDS, 0)
+
+    def export_stats(self, prefix: str = "reward") -> dict[str, float]:
         return {}
 
     def destroy(self) -> None:
@@ -144,6 +175,7 @@ def build_reward(config: RewardConfig, manager: PluginLoader, *, key: str = "rew
     fn = manager.load("areal_rewards", config.name, key=f"{key}.name")
     if not callable(fn):
         raise BadInputError(f"{key}.name: {config.name!r} is a {type(fn).__name__}, not a function.")
+    _check_signature(fn, f"{key}.name: {config.name!r}")
     options = plugin_keywords(config)
     if options:
         fn = functools.partial(fn, **options)
@@ -151,6 +183,24 @@ def build_reward(config: RewardConfig, manager: PluginLoader, *, key: str = "rew
     return AsyncRewardWrapper(
         fn, timeout=config.timeout, max_workers=config.max_workers, name=label or config.name, key=key
     )
+
+
+def _check_signature(fn: Any, what: str) -> None:
+    """Raises BadInputError for what cannot be a reward, which would else show in the first episode of a run."""
+    form = "(prompt, completions, prompt_ids, completion_ids, **data)"
+    if isinstance(fn, type):
+        raise BadInputError(
+            f"{what} is a class. A reward is a function {form}, or an object with such a `__call__`, as "
+            f"{fn.__name__}(...) may be."
+        )
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind_partial(None, None, None, None)
+    except TypeError as error:
+        raise BadInputError(f"{what} takes {signature}; a reward is called with {form}: {error}.") from error
 
 
 def build_rewards(config: RLConfig | DistillConfig, manager: PluginLoader) -> Reward:

@@ -134,3 +134,33 @@ def test_build_when_using_the_plugin_manager_finds_the_built_in_workflows():
     assert manager.load("areal_workflows", "rlvr") is RLVRWorkflow
     assert manager.load("areal_workflows", "multi_turn") is MultiTurnWorkflow
     assert manager.options_class("areal_workflows", "multi_turn") is MultiTurnConfig
+
+
+class Judge:
+    def __call__(self, prompt, completions, prompt_ids, completion_ids, **data):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (
+            lambda prompts, completions, **data: 1.0,
+            r"takes \(prompts, completions, \*\*data\); a reward is called with",
+        ),
+        (lambda *, prompt, completions: 1.0, "too many positional arguments"),
+        (Judge, r" is a class\. A reward is a function .* such a `__call__`, as Judge\(\.\.\.\) may be"),
+    ],
+)
+def test_build_when_a_reward_cannot_be_called_as_one_says_how_it_is(fn, message):
+    with pytest.raises(BadInputError, match=rf"reward\.name: 'mine'.*{message}"):
+        build(config(), fn)
+
+
+@pytest.mark.parametrize(
+    "fn", [Judge(), lambda *args: 1.0, lambda a, b, c, d, answer: 1.0, functools.partial(rewards.scaled_reward_fn)]
+)
+def test_build_when_a_reward_can_be_called_as_one_takes_it(fn):
+    _, reward = build(config(), fn)
+
+    assert reward.reward.fn is fn

@@ -18,7 +18,7 @@ from areal_core.data.packing import pack_trajectories, reward_labels
 from areal_core.errors import BadInputError, ConfigError
 from areal_core.rollout.context import EpisodeEngine
 from areal_core.rollout.results import WorkflowResultError, as_trajectories
-from areal_core.rollout.rewards import ScoredReward, build_rewards
+from areal_core.rollout.rewards import NoReward, ScoredReward, build_rewards
 from areal_core.rollout.stats import trajectory_stats
 from areal_core.rollout.workflows.multi_turn import MultiTurnWorkflow
 from areal_core.rollout.workflows.rlvr import RLVRWorkflow
@@ -320,3 +320,52 @@ def test_trajectory_when_made_of_responses_knows_how_long_they_took():
 
     assert (made.latency, made.ttft) == (1.0, 0.125)
     assert (unknown.latency, unknown.ttft) == (None, None)
+
+
+# ---------------------------------------------------------------------------------- wrapped once more by a workflow
+
+
+async def test_wrapper_when_given_the_rewards_of_a_run_hides_nothing_of_them(build):
+    # Arrange: as a workflow of AReaL does in its constructor
+    made = build(
+        length={"name": "length_reward_fn", "weight": 0.5, "timeout": 60.0},
+        odd={"name": "async_reward_fn", "timeout": 0.2},
+    )
+    wrapped = AsyncRewardWrapper(made, timeout=0.001)
+
+    # Act
+    score = await wrapped("p", "abc")
+    with pytest.raises(RewardError) as hung:
+        await wrapped("p", "hang")
+
+    # Assert
+    assert isinstance(score, Score) and score.terms == {"length": 3.0, "odd": 1.0}
+    assert hung.value.kind == "timeout" and "reward 'odd' took more than 0.2 s (rewards.odd.timeout)" in str(hung.value)
+    assert wrapped.stats["timeout"] == made.stats["timeout"] == 1
+    assert wrapped.export_stats("x").keys() >= {"x/length/calls", "x/odd/errors/timeout"}
+
+
+async def test_wrapper_when_given_a_reward_that_stops_the_run_lets_it(build):
+    wrapped = AsyncRewardWrapper(build(RewardConfig(name="async_reward_fn", on_error="raise")))
+
+    with pytest.raises(BadInputError, match=r"returned NaN.*reward\.on_error"):
+        await wrapped("p", "nan")
+
+
+async def test_wrapper_when_a_run_has_no_reward_says_so():
+    wrapped = AsyncRewardWrapper(NoReward())
+
+    with pytest.raises(BadInputError, match="the workflow asked for a reward, and the run has none"):
+        await wrapped("p", "c")
+    assert set(wrapped.stats.values()) == {0} and wrapped.export_stats() == {}
+
+
+@pytest.mark.parametrize(("on_error", "words"), [("reject", "its episode is rejected"), ("zero", "it counts 0")])
+async def test_reward_when_it_fails_logs_the_first_of_each_kind(build, caplog, on_error, words):
+    reward = build(RewardConfig(name="async_reward_fn", on_error=on_error))
+
+    await asyncio.gather(*(reward("p", case) for case in ("nan", "nan", "none")), return_exceptions=True)
+
+    told = [record.getMessage() for record in caplog.records if record.name == "areal.Reward"]
+    assert len(told) == 2
+    assert f"reward 'async_reward_fn' returned NaN; {words} (reward.on_error: {on_error})" in told[0]

@@ -1,6 +1,7 @@
 import asyncio
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -324,3 +325,33 @@ def test_export_stats_when_called_reports_calls_and_errors(wrap):
     assert stats["reward/errors/nan"] == 1.0
     assert later["reward/calls"] == 0.0 and "reward/errors/nan" not in later
     assert reward.stats["nan"] == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_reward_when_it_raises_names_the_line_of_its_own_file(wrap, way):
+    lines = Path(rewards.__file__).read_text().splitlines()
+    line = 1 + next(index for index, text in enumerate(lines) if "no such answer" in text)
+
+    with pytest.raises(RewardError) as info:
+        await wrap(WAYS[way], timeout=30.0)("p", "raise")
+
+    # The thread's function is a lambda of this file, which calls the other one.
+    file = r"test_reward_api\.py, line \d+" if way == "thread" else rf"reward_functions\.py, line {line}"
+    assert re.search(rf"raised ValueError: no such answer \({file}\)$", str(info.value))
+
+
+async def test_reward_when_it_raises_in_a_library_names_the_line_that_called_it(wrap, tmp_path, monkeypatch):
+    (tmp_path / "calling_rewards.py").write_text(
+        "import json\n\n\ndef parse(text):\n    return json.loads(text)\n\n\n"
+        "def calling_reward_fn(prompt, completions, *ids, **data):\n    return parse(completions)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import calling_rewards
+
+    with pytest.raises(RewardError, match=r"raised JSONDecodeError: .* \(calling_rewards\.py, line 5\)$"):
+        await wrap(calling_rewards.calling_reward_fn, timeout=30.0)("p", "{")
+
+
+async def test_reward_when_it_cannot_be_called_so_names_no_line(wrap):
+    with pytest.raises(RewardError, match=r"missing 1 required positional argument: 'answer'$"):
+        await wrap(rewards.strict_reward_fn, timeout=30.0)("p", "c")

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import reward_functions as rewards
 from rollout_fakes import FakeEngine
 from tiny_tokenizer import TEMPLATES, tiny_tokenizer
 
@@ -197,3 +198,16 @@ async def test_multi_turn_when_template_hides_answers_says_so():
 
     with pytest.raises(BadInputError, match="does not show the assistant's answers"):
         await MultiTurnWorkflow(GCONFIG, tokenizer, Reward(0.0)).arun_episode(EpisodeEngine(engine), dict(ROW))
+
+
+@pytest.mark.parametrize("workflow", [RLVRWorkflow, MultiTurnWorkflow])
+async def test_workflow_when_made_by_hand_takes_a_plain_reward_function(workflow):
+    tokenizer = tiny_tokenizer()
+    made = workflow(GCONFIG, tokenizer, rewards.length_reward_fn)
+
+    try:
+        trajectory = await made.arun_episode(EpisodeEngine(answers(tokenizer, "two<|im_end|>")), dict(ROW))
+    finally:
+        made.reward_fn.destroy()
+
+    assert trajectory.reward == 3.0

@@ -11,7 +11,7 @@ from typing import Any
 from areal_core.api.configs import AgentConfig
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import GenerationHyperparameters, Trajectory
-from areal_core.api.reward_api import RewardError
+from areal_core.api.reward_api import RewardError, awaitable_reward
 from areal_core.api.workflow_api import RolloutWorkflow
 from areal_core.errors import BadInputError
 from areal_core.rollout.agents.client import AgentClients
@@ -74,7 +74,7 @@ class AgentRunner(RolloutWorkflow):
         training: bool = True,
         on_error: OnError = "reject",
     ) -> None:
-        self.agent, self.reward_fn, self.training = agent, reward_fn, training
+        self.agent, self.reward_fn, self.training = agent, awaitable_reward(reward_fn), training
         self.name = name or type(agent).__name__
         check_tokenizer(tokenizer, self.name)
         self.config = config if config is not None else AgentConfig()

@@ -10,6 +10,7 @@ import attrs
 
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse, Trajectory
+from areal_core.api.reward_api import awaitable_reward
 from areal_core.api.workflow_api import RolloutWorkflow
 from areal_core.config.fields import option
 from areal_core.errors import BadInputError
@@ -70,7 +71,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         self,
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
-        reward_fn: Callable[..., Awaitable[float]],
+        reward_fn: Callable[..., Awaitable[float] | float],
         max_turns: int = 2,
         turn_discount: float = 0.9,
         success_threshold: float = 0.0,
@@ -83,7 +84,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         check_tokenizer(tokenizer, "multi_turn")
         self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer).new(n_samples=1)
         self.tokenizer = tokenizer
-        self.reward_fn = reward_fn
+        self.reward_fn = awaitable_reward(reward_fn)
         self.max_turns, self.turn_discount = max_turns, turn_discount
         self.success_threshold, self.feedback = success_threshold, feedback
         self.max_tool_calls = max_tool_calls if tools else 0

@@ -7,6 +7,7 @@ from typing import Any
 
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, Trajectory
+from areal_core.api.reward_api import awaitable_reward
 from areal_core.api.workflow_api import RolloutWorkflow
 from areal_core.rollout.workflows.chat import check_length, check_tokenizer, first_prompt, messages_of, reward_columns
 
@@ -17,19 +18,20 @@ class RLVRWorkflow(RolloutWorkflow):
     Args:
         gconfig: sampling; the tokenizer's EOS and pad ids end a completion beside its own stop ids.
         tokenizer: a transformers tokenizer with a chat template.
-        reward_fn: ``await reward_fn(prompt, completion, prompt_ids, completion_ids, **columns) -> float``.
+        reward_fn: ``await reward_fn(prompt, completion, prompt_ids, completion_ids, **columns) -> float``, or a plain
+            function of these, which is then wrapped (``AsyncRewardWrapper``).
 
     Raises:
         BadInputError: no chat template, no ``messages``, or a prompt that leaves no room for an answer.
     """
 
     def __init__(
-        self, gconfig: GenerationHyperparameters, tokenizer: Any, reward_fn: Callable[..., Awaitable[float]]
+        self, gconfig: GenerationHyperparameters, tokenizer: Any, reward_fn: Callable[..., Awaitable[float] | float]
     ) -> None:
         check_tokenizer(tokenizer, "rlvr")
         self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer).new(n_samples=1)
         self.tokenizer = tokenizer
-        self.reward_fn = reward_fn
+        self.reward_fn = awaitable_reward(reward_fn)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory:
         ids, prompt, full_prompt = self._prompt(engine, data)

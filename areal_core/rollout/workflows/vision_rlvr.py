@@ -13,6 +13,7 @@ import attrs
 
 from areal_core.api.engine_api import InferenceEngine
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, Trajectory
+from areal_core.api.reward_api import awaitable_reward
 from areal_core.api.workflow_api import RolloutWorkflow
 from areal_core.errors import BadInputError
 from areal_core.rollout.workflows.chat import (
@@ -66,7 +67,8 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         gconfig: sampling; the tokenizer's EOS and pad ids end a completion beside its own stop ids.
         tokenizer: of the model; with a chat template, if the processor has none.
         processor: the model's transformers processor.
-        reward_fn: ``await reward_fn(prompt, completion, prompt_ids, completion_ids, **columns) -> float``.
+        reward_fn: ``await reward_fn(prompt, completion, prompt_ids, completion_ids, **columns) -> float``, or a plain
+            function of these, which is then wrapped (``AsyncRewardWrapper``).
 
     Raises:
         BadInputError: no chat template, no ``messages``, an image that cannot be opened or has no place in them, or a
@@ -78,13 +80,13 @@ class VisionRLVRWorkflow(RolloutWorkflow):
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
         processor: Any,
-        reward_fn: Callable[..., Awaitable[float]],
+        reward_fn: Callable[..., Awaitable[float] | float],
     ) -> None:
         if not getattr(processor, "chat_template", None):
             check_tokenizer(tokenizer, "vision_rlvr")
         self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer).new(n_samples=1)
         self.tokenizer, self.processor = tokenizer, processor
-        self.reward_fn = reward_fn
+        self.reward_fn = awaitable_reward(reward_fn)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Trajectory:
         cache: dict[Any, Any] = getattr(engine, "group_cache", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,20 @@ def _with_seed(gconfig: GenerationHyperparameters, seed: int) -> GenerationHyper
     return copy
 
 
+def _as_ids(given: Any) -> list[int]:
+    """Token ids as plain integers, which any engine takes. Raises BadInputError for anything else."""
+    try:
+        return [operator.index(token) for token in given]
+    except TypeError as error:
+        kind = type(given).__name__
+        if isinstance(given, (list, tuple)) and given:
+            kind += f" of {type(given[0]).__name__}"
+        raise BadInputError(
+            f"ModelRequest.input_ids is a {kind}; it must be a list of the prompt's token ids. A tokenizer's "
+            "apply_chat_template gives one with return_dict=False (since transformers 5 it gives a mapping by default)."
+        ) from error
+
+
 class EpisodeEngine(InferenceEngine):
     """The engine that a workflow is given; one per attempt of an episode.
 
@@ -119,12 +134,15 @@ class EpisodeEngine(InferenceEngine):
                 f"a request asked for n_samples={gconfig.n_samples}; a request makes one completion. "
                 "Use gconfig.new(n_samples=1): the controller plays one episode for each sample of a group."
             )
+        input_ids = request.input_ids
+        if type(input_ids) is not list or (input_ids and type(input_ids[0]) is not int):
+            input_ids = _as_ids(input_ids)
         if gconfig.seed is None:
             gconfig = _with_seed(gconfig, request_seed(self._seed, self.sample, self._attempt, turn))
         episode_id = self.episode_id
         # A copy: a workflow may send one request object twice.
         request = ModelRequest(
-            input_ids=request.input_ids,
+            input_ids=input_ids,
             gconfig=gconfig,
             rid=f"{episode_id}/{turn}",
             metadata={**request.metadata, "episode_id": episode_id},

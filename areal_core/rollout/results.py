@@ -134,7 +134,8 @@ def _from_dict(item: Mapping[str, Any], where: str) -> Trajectory:
     if missing:
         raise WorkflowResultError(
             f"{where}: the dict lacks {', '.join(missing)}; it has {', '.join(map(str, item)) or 'nothing'}. "
-            "All token fields have one entry for each token of the sequence, prompt included."
+            "All token fields have one entry for each token of the sequence, prompt included; "
+            "Trajectory.from_response(response, reward) fills them."
         )
     known = {*_TOKEN_FIELDS, *_OPTIONAL, *_IGNORED}
     unknown = [str(name) for name in item if name not in known]

@@ -6,6 +6,7 @@ import sys
 import attrs
 import numpy as np
 import pytest
+import torch
 from rollout_fakes import FakeEngine
 
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, ModelResponse
@@ -175,3 +176,29 @@ async def test_requests_when_concurrent_are_numbered_in_order_of_the_calls():
     await asyncio.gather(episode.agenerate(request()), episode.agenerate(request()))
 
     assert [r.rid for r in engine.requests] == ["u/0/0/0", "u/0/0/1"]
+
+
+@pytest.mark.parametrize("ids", [(1, 2), np.array([1, 2]), [np.int64(1), np.int64(2)], torch.tensor([1, 2])])
+async def test_requests_when_ids_are_no_plain_list_send_one(ids):
+    engine = FakeEngine()
+
+    response = await EpisodeEngine(engine).agenerate(ModelRequest(input_ids=ids, gconfig=GCONFIG))
+
+    (sent,) = engine.requests
+    assert type(sent.input_ids) is list and [type(token) for token in sent.input_ids] == [int, int]
+    assert sent.input_ids == response.input_tokens == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("ids", "what"),
+    [
+        (["input_ids", "attention_mask"], "a list of str"),  # list() of what apply_chat_template gives by default
+        ({"input_ids": [1]}, "a dict"),
+        ("one two", "a str"),
+        ([[1, 2]], "a list of list"),
+        ([1.0], "a list of float"),
+    ],
+)
+async def test_requests_when_ids_are_none_say_how_to_get_them(ids, what):
+    with pytest.raises(BadInputError, match=rf"input_ids is {what}; it must be a list .* return_dict=False"):
+        await EpisodeEngine(FakeEngine()).agenerate(ModelRequest(input_ids=ids, gconfig=GCONFIG))

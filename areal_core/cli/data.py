@@ -140,7 +140,9 @@ def _count(row: dict[str, Any], form: str, tokenizer: Any) -> int | None:
     chats = [row[key] for key in ("messages", "chosen") if isinstance(row.get(key), list)]
     if not chats or tokenizer is None:
         return None
-    return len(tokenizer.apply_chat_template(chats[0], add_generation_prompt=form == "rl", return_dict=False))
+    # In rl a workflow knows the tools, not the row.
+    options = {"add_generation_prompt": True} if form == "rl" else {"tools": row.get("tools") or None}
+    return len(tokenizer.apply_chat_template(chats[0], return_dict=False, **options))
 
 
 def _describe(
@@ -192,9 +194,16 @@ def _print(result: dict[str, Any]) -> None:
         for column, value in item["row"].items():
             if _is_chat(value):
                 for message in value:
-                    console.stdout(f"{column} [{message['role']}]: {message.get('content')}")
+                    console.stdout(f"{column} [{message['role']}]: {_said(message)}")
             else:
                 console.stdout(f"{column}: {_short(value)}")
+
+
+def _said(message: dict[str, Any]) -> str:
+    """What a message says, and the tools that it calls."""
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    calls = [f"-> {function.get('name')}({function.get('arguments')})" for function in functions]
+    return " ".join([str(message["content"]) if message.get("content") else "", *calls]).strip()
 
 
 def _without_pixels(value: Any) -> Any:

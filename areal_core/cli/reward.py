@@ -160,16 +160,17 @@ def _rewards(
         config = plugin_section(RewardConfig, values, name, options, manager)
         return {"": (build_reward(config, manager), config)}, False
     from areal_core.api.configs import RLConfig
+    from areal_core.api.distill_config import DistillConfig
     from areal_core.api.load import load_run_config
 
     if options or timeout is not None:
         raise BadInputError(f"--option and --timeout: {name} holds them; write KEY=VALUE, e.g. reward.timeout=5.")
     run = load_run_config(Path(name), overrides)
-    if not isinstance(run, RLConfig):
-        raise BadInputError(f"{name}: only `trainer: rl` has rewards, not {run.trainer!r}.")
+    if not isinstance(run, RLConfig | DistillConfig):
+        raise BadInputError(f"{name}: only `trainer: rl` and `trainer: distill` have rewards, not {run.trainer!r}.")
     sections = run.reward_sections
     if not sections:
-        raise BadInputError(f"{name}: neither `reward` nor `rewards` is given; its workflow scores by itself.")
+        raise BadInputError(f"{name}: neither `reward` nor `rewards` is given, so there is none to try.")
     return {k.rpartition(".")[2]: (build_reward(s, manager, key=k), s) for k, s in sections.items()}, True
 
 

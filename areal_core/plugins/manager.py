@@ -123,7 +123,11 @@ class PluginManager:
             sources = ", ".join(sorted(entry.full_name for entry in entries if entry.name == wanted))
             return f"no plugin brings the {kind} {name!r}. There is: {sources}."
         message = f"unknown {kind} {name!r}. Known: {', '.join(known) or 'none'}.{did_you_mean(wanted, known)}"
-        if not known or not did_you_mean(wanted, known):
+        path, dot, attribute = name.rpartition(".")
+        if dot and not registry.endswith("_engines") and all(part.isidentifier() for part in name.split(".")):
+            # As Python writes it, and other programs.
+            message += f" An import path has a colon: {path}:{attribute}."
+        elif not known or not did_you_mean(wanted, known):
             message += " Install the plugin that brings it"
             # A backend's colon begins the sizes of its mesh, so engines cannot be given by import path.
             message += "." if registry.endswith("_engines") else ", or write package.module:attribute."

@@ -51,3 +51,14 @@ def image_rows(path: Any, split: str, **options: Any) -> list[dict[str, Any]]:
     pixels = np.zeros((2, 3, 3), np.uint8)
     part = {"type": "image", "image": Image.fromarray(pixels)}
     return [{"messages": [{"role": "user", "content": [part]}], "images": [pixels, b"1234"]}]
+
+
+def tool_rows(path: Any, split: str, **options: Any) -> list[dict[str, Any]]:
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    chat = [
+        {"role": "user", "content": "one more"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    return [{"messages": chat, "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]}]

@@ -160,3 +160,18 @@ def test_preview_when_rows_have_images_then_their_sizes_are_shown(capsys: pytest
     assert code == 0
     assert item["row"]["messages"][0]["content"] == [{"type": "image", "image": "<image of 3 x 2 pixels>"}]
     assert item["row"]["images"] == ["<array 2 x 3 x 3>", "<4 bytes>"]
+
+
+def test_preview_when_a_demonstration_calls_tools_then_calls_are_shown_and_tools_counted(
+    make_tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = (
+        "{% for t in tools or [] %}tool {% endfor %}{% for m in messages %}{{ m.content or 'call' }} {% endfor %}"
+    )
+    arguments = ["data", "preview", "--name", "cli_rewards:tool_rows", "--tokenizer", make_tokenizer(template)]
+
+    assert areal([*arguments, "--kind", "sft"]) == 0
+
+    output = capsys.readouterr().out
+    assert "messages [assistant]: -> add({'x': 1})" in output and "messages [tool]: 2" in output
+    assert "--- row 0 (6 tokens)" in output  # the tool, "one more", the call, its result, "two"

@@ -130,6 +130,20 @@ def test_try_when_a_run_has_a_single_reward_then_its_weighted_value(
     assert capsys.readouterr().out.splitlines()[-1] == "total: 2"
 
 
+def test_try_when_the_run_distils_then_the_rewards_that_it_reports(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "trainer: distill\nactor: {path: m}\nteacher: {path: t}\ntrain_dataset: {name: arithmetic}\n"
+        'reward: {name: "cli_rewards:async_reward_fn"}\n'
+    )
+
+    assert areal(["reward", "try", str(path), "--completion", "x"]) == 0
+
+    assert capsys.readouterr().out.splitlines()[-1] == "total: 0.5"
+
+
 def test_try_when_one_reward_of_a_run_fails_then_the_others_still_show(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -292,3 +292,8 @@ def test_options_class_when_registered_returns_attrs_class(load: Load, site: Pat
     assert manager.options_class("areal_rewards", "some.module:f") is None
     with pytest.raises(PluginError, match="not an attrs class"):
         manager.options_class("areal_rewards", "plain")
+
+
+def test_get_when_name_is_a_dotted_path_writes_it_with_a_colon(load: Load) -> None:
+    with pytest.raises(PluginError, match=r"An import path has a colon: my_pkg\.workflow:MyWorkflow\."):
+        load().get("areal_workflows", "my_pkg.workflow.MyWorkflow")

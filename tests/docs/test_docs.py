@@ -218,6 +218,67 @@ def test_agent_example_when_the_model_calls_its_tool_answers_and_scores():
     assert requests[1][-1] == {"role": "tool", "tool_call_id": "call00000", "content": "49"}
 
 
+@pytest.mark.parametrize("arguments", ['{"x": "7"}', '{"x": null}', "{}", '{"y": [1]}'])
+def test_agent_example_when_the_model_calls_its_tool_wrongly_goes_on(arguments):
+    # Arrange
+    seen = []
+
+    async def create(*, model, messages, tools):
+        seen.append(messages[-1])
+        call = SimpleNamespace(id="call00000", function=SimpleNamespace(name="square", arguments=arguments))
+        message = SimpleNamespace(content="?", tool_calls=[call] if len(seen) == 1 else None)
+        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+    async def reward(prompt, completion, answer):
+        return float(completion == answer)
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    row = {"messages": [{"role": "user", "content": "7 * 7 = ?"}], "answer": "49"}
+
+    # Act
+    result = asyncio.run(names_of("docs/plugins/workflow.md")["SquareAgent"]().run(row, client, reward))
+
+    # Assert
+    assert result == 0.0 and seen[1]["content"] == "x must be a number"
+
+
+def test_library_example_when_it_plays_rows_gives_trajectories(tmp_path):
+    # Arrange
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from areal_arithmetic.model import write_model_folder
+    from areal_core.rollout.workflows.rlvr import RLVRWorkflow
+
+    write_model_folder(tmp_path / "base", hidden=32, layers=2, heads=2)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "model")
+    play, reward = names_of("docs/plugins/workflow.md")["play"], names_of("docs/plugins/reward.md")["brief_reward_fn"]
+    workflow = RLVRWorkflow(GenerationHyperparameters(max_new_tokens=4), tokenizer, reward)
+    rows = [{"messages": [{"role": "user", "content": f"{n} + 1"}], "answer": n + 1} for n in range(3)]
+
+    # Act
+    try:
+        trajectories, stats = play(workflow, rows, str(tmp_path / "model"), tokenizer, group_size=2)
+    finally:
+        workflow.reward_fn.destroy()
+
+    # Assert
+    assert len(trajectories) == stats["rollout/accepted"] == stats["reward/calls"] == 6
+    assert all(0 < t.loss_mask.sum() <= 4 for t in trajectories)
+
+
+def test_options_of_an_import_path_when_bound_as_the_page_says_are_used():
+    (code,) = re.findall(
+        r"^    from functools.*?limit=100\)$", (ROOT / "docs/plugins/index.md").read_text(), re.M | re.S
+    )
+    code = re.sub(r"^    ", "", code, flags=re.M).replace("from my_rewards import brief_reward_fn", "")
+    namespace = {"brief_reward_fn": names_of("docs/plugins/reward.md")["brief_reward_fn"]}
+    exec(compile(code, "index.md", "exec"), namespace)  # noqa: S102 - the repository's own page
+
+    assert namespace["strict_reward_fn"]("", "42", None, [1] * 150, answer=42) == 0.5
+
+
 def test_algorithm_example_when_applied_follows_its_formula():
     # Arrange: two groups; sequences of 2, 3, 2 tokens, the first of each being prompt
     batch = PackedBatch(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -30,10 +32,26 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, key: str = "to
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with _quiet_about_types():
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise BadInputError(f"{key}: no tokenizer at {path!r} ({reason})") from error
+
+
+@contextmanager
+def _quiet_about_types() -> Iterator[None]:
+    """Without the warning that transformers does not know the type of a model: its tokenizer does not depend on it."""
+    logger = logging.getLogger("transformers.configuration_utils")
+
+    def matters(record: logging.LogRecord) -> bool:
+        return "to instantiate a model of type ``" not in record.getMessage()
+
+    logger.addFilter(matters)
+    try:
+        yield
+    finally:
+        logger.removeFilter(matters)
 
 
 def load_dataset(

@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.io_struct import WeightUpdateMeta
 from areal_core.errors import BadInputError, PluginError
+from areal_core.plugins import get_plugin_manager
 from areal_local.config import LocalConfig
 from areal_local.decoder import SlottedDecoder
 from areal_local.engine import LocalEngine
@@ -255,10 +256,29 @@ def test_initialize_when_the_args_read_a_key_that_is_not_there_expected_the_fold
     folder = save(make_model("llama"), tmp_path)
     change_config(folder, lambda config: {key: value for key, value in config.items() if key != "rms_norm_eps"})
 
-    with pytest.raises(
-        PluginError, match=rf"{tmp_path}: DenseArgs\.from_hf_config of .*areal-test-dense.*rms_norm_eps"
-    ):
+    message = rf"{tmp_path}: config\.json has no 'rms_norm_eps', which DenseArgs\.from_hf_config .*'areal-test-dense'"
+    with pytest.raises(BadInputError, match=message):
         start(folder)
+
+
+def test_initialize_when_the_plugin_of_a_type_did_not_load_expected_its_reason(
+    tmp_path, start, make_model, monkeypatch
+):
+    site = tmp_path / "site"
+    info = site / "acme_models-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-models\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[areal]\nacme_models = acme_models_plugin\n")
+    (site / "acme_models_plugin.py").write_text("import module_that_nobody_has\n")
+    monkeypatch.syspath_prepend(str(site))
+    folder = save(make_model("llama"), tmp_path / "model")
+    get_plugin_manager.cache_clear()
+
+    try:
+        with pytest.raises(BadInputError, match=r"(?s)'areal_test_dense'.*acme-models is broken: .*module_that_nobody"):
+            start(folder, model_spec=None)
+    finally:
+        get_plugin_manager.cache_clear()
 
 
 def test_initialize_when_the_type_is_registered_with_transformers_expected_that_model(tmp_path, start, make_model):

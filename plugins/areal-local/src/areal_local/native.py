@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from areal_core.api.model_api import BaseStateDictAdapter, ModelSpec, find_model_spec, load_model_spec
 from areal_core.errors import BadInputError, PluginError
+from areal_core.plugins import get_plugin_manager
 from areal_core.plugins.loading import describe
 from areal_local.weights import WeightTable, read_safetensors
 
@@ -118,9 +119,12 @@ def choose_spec(path: str, name: str | None, *, trust_remote_code: bool) -> Mode
     spec = None if trust_remote_code and "auto_map" in config else find_model_spec(model_type)
     # Somebody may have told transformers of the type at run time (AutoConfig.register).
     if spec is None and "auto_map" not in config and model_type not in CONFIG_MAPPING:
+        # Any plugin that did not load may be the one that is needed.
+        absent = [plugin for plugin in get_plugin_manager().plugins if plugin.status != "ok"]
+        listed = "".join(f"\n  {plugin.distribution} is {plugin.status}: {plugin.reason}" for plugin in absent)
         raise BadInputError(
             f"{path}: neither transformers {transformers.__version__} nor a model spec knows the model type "
-            f"{model_type!r}. Install a plugin that registers it, or name one: {_KEY}=package.module:spec."
+            f"{model_type!r}. Install a plugin that registers it, or name one: {_KEY}=package.module:spec.{listed}"
         )
     return spec
 
@@ -173,6 +177,10 @@ def _blamed(path: str, spec: ModelSpec, what: str) -> Iterator[None]:
         kind = PluginError if isinstance(error, PluginError) else BadInputError
         raise kind(f"{path}: {error}") from error
     except Exception as error:
+        if isinstance(error, AttributeError) and isinstance(error.obj, PretrainedConfig):
+            raise BadInputError(
+                f"{path}: config.json has no {error.name!r}, which {what} of the model spec {spec.name!r} reads"
+            ) from error
         raise PluginError(f"{path}: {what} of the model spec {spec.name!r} failed: {describe(error)}") from error
 
 

@@ -84,6 +84,8 @@ def misbehave_reward_fn(prompt, completions, prompt_ids, completion_ids, **data)
             return np.float32(0.5)
         case "numpy int":
             return np.int64(2)
+        case "slow":
+            time.sleep(0.25)
         case "stdout":
             sys.stdout.write("noise\n")
             sys.stdout.flush()

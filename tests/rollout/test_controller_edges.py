@@ -107,6 +107,23 @@ def test_batch_when_a_filter_left_it_short_counts_as_a_whole_one_for_the_bound(m
     assert queue(controller) == {"pending": 46, "running": 4, "ready": 0}
 
 
+def test_rollout_batch_when_synchronous_waits_for_requests_that_come_late(make):
+    release = threading.Event()
+
+    async def play(engine, data):
+        while not release.is_set():
+            await asyncio.sleep(0.001)
+        return await one_request(engine, data)
+
+    controller = make(play, max_head_offpolicyness=0)
+    controller.start()
+
+    # Asked while the controller waits, and not before.
+    controller.rollout_batch(rows(4), should_stop=release.set)
+
+    assert controller.engine.calls == ["pause", "continue:4"]
+
+
 def test_filter_when_one_trajectory_of_an_episode_is_refused_rejects_the_episode(make):
     async def play(engine, data):
         made = [await one_request(engine, data) for _ in range(2)]

@@ -135,6 +135,15 @@ async def test_process_when_one_call_hangs_others_are_unaffected(wrap):
         assert (result == 1.0) if case == "fine" else (isinstance(result, RewardError) and result.kind == "timeout")
 
 
+async def test_process_when_calls_wait_for_it_times_each_from_its_own_start(wrap):
+    # Two seconds together, of which no call takes one.
+    reward = wrap(rewards.misbehave_reward_fn, timeout=1.0)
+
+    results = await asyncio.gather(*(reward("p", "slow") for _ in range(8)))
+
+    assert results == [1.0] * 8
+
+
 async def test_process_when_many_calls_answers_each_its_own(wrap):
     reward = wrap(rewards.length_reward_fn, timeout=30.0, max_workers=2)
 

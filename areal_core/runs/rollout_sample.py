@@ -110,6 +110,8 @@ def sample_rollouts(run_path: Path, *, max_bytes: int, groups_per_step: int) -> 
     splits: dict[str, _Groups] = {}
     total = 0
     for line in iter_trajectories(folder) if folder.is_dir() else ():
+        if line.get("outcome") == "cancelled":
+            continue  # What was under way when a run ended: no step trained on it.
         total += 1
         step, split = line.get("step"), str(line.get("split", "train"))
         if not isinstance(step, int):

@@ -143,6 +143,8 @@ class Rollouts:
 
     def step_finished(self, step: int) -> None:
         self._state = self._snapshot()
+        # What comes to nothing from now on, at the end of the run: a run that goes on from here drops it, and plays it.
+        self._step = step + 1
 
     def evaluate(self, step: int, stats: StatsTracker) -> bool:
         """Score the held-out rows with the current weights. False if the run was asked to stop."""
@@ -152,13 +154,15 @@ class Rollouts:
         """As ``evaluate``: what was played, or None if the run was asked to stop."""
         if not self.eval_rows:
             return []
-        self._step = step
+        before, self._step = self._step, step
         try:
             result = self.controller.evaluate(
                 self.eval_rows, workflow=self.eval_workflow, group_size=self.eval_gconfig.n_samples
             )
         except RolloutInterrupted:
             return None
+        finally:
+            self._step = before
         stats.scalars(result.stats)
         # Read here, they do not count into the next step, which a resumed run could not repeat.
         stats.scalars(self.engine.export_stats(), "eval/engine")

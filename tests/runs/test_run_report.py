@@ -393,3 +393,18 @@ def test_page_when_the_run_is_empty_then_it_says_that(open_run: Open, dump_dom: 
     assert "data-error" not in root_of(dom) and 'data-ready="true"' in root_of(dom)
     body = body_without_scripts(dom)
     assert "No metrics yet." in body and "No trajectories recorded." in body
+
+
+def test_report_when_episodes_were_under_way_at_the_end_leaves_them_out(
+    open_run: Open, trajectory: Callable[..., Any]
+) -> None:
+    run = open_run()
+    run.trajectories.write(1, trajectory("Q", "used"))
+    run.trajectories.write(2, trajectory("Q", "unused"), outcome="cancelled")
+    run.trajectories.write(1, None, outcome="failed", uid="0-1")
+    run.close()
+
+    sample = sample_rollouts(run.path, max_bytes=10**7, groups_per_step=4)
+
+    assert sample["total"] == sample["shown"] == 2
+    assert [group["step"] for group in sample["groups"]] == [1, 1]

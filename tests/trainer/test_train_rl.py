@@ -256,6 +256,10 @@ def test_train_when_asynchronous_on_rows_that_no_json_holds_saves_and_resumes(
 
     # Assert
     assert [line["step"] for line in read_metrics(run)] == [1, 2, 3, 4]
-    trained = [(e["step"], e["uid"]) for e in iter_trajectories(run) if e["outcome"] == "accepted"]
+    episodes = list(iter_trajectories(run))
+    trained = [(e["step"], e["uid"]) for e in episodes if e["outcome"] == "accepted"]
     groups = set(trained)
     assert len(trained) == 4 * len(groups) and len({uid for _, uid in groups}) == len(groups) == 8
+    # What was under way when the first run ended was played again: its record is gone.
+    assert {e["step"] for e in episodes if e["outcome"] == "cancelled"} <= {5}
+    assert len({(e["uid"], e["sample"]) for e in episodes}) == len(episodes)

@@ -58,7 +58,7 @@ class BaseArchonModel(Protocol):
         ...
 
     def init_weights(self) -> None:
-        """Initialise every parameter in place (it may have been built on the meta device)."""
+        """Initialise every parameter in place; tie again what building on the meta device has untied."""
         ...
 
     def init_buffers(self, buffer_device: torch.device | str) -> None:

@@ -120,6 +120,8 @@ class Dense(nn.Module):
         return self.rope[positions]
 
     def init_weights(self) -> None:
+        if self.args.tied and self.ties:
+            self.output.weight = self.tok_embeddings.weight
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.02)
 

@@ -1,16 +1,29 @@
 import asyncio
 import functools
+import uuid
 
 import attrs
 import pytest
 import reward_functions as rewards
+import torch
+from rollout_fakes import FakeEngine
 from tiny_tokenizer import tiny_tokenizer
 
-from areal_core.api.configs import DatasetConfig, PPOActorConfig, RewardConfig, RLConfig, WorkflowConfig
-from areal_core.api.io_struct import GenerationHyperparameters
+from areal_core.api.configs import (
+    DatasetConfig,
+    InferenceEngineConfig,
+    PPOActorConfig,
+    RewardConfig,
+    RLConfig,
+    WorkflowConfig,
+)
+from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest
+from areal_core.api.reward_api import AsyncRewardWrapper
+from areal_core.api.workflow_api import RolloutWorkflow
 from areal_core.errors import BadInputError
 from areal_core.plugins.manager import get_plugin_manager
 from areal_core.rollout.build import build_workflow
+from areal_core.rollout.controller import RolloutController
 from areal_core.rollout.workflows.multi_turn import MultiTurnConfig, MultiTurnWorkflow
 from areal_core.rollout.workflows.rlvr import RLVRWorkflow
 
@@ -164,3 +177,55 @@ def test_build_when_a_reward_can_be_called_as_one_takes_it(fn):
     _, reward = build(config(), fn)
 
     assert reward.reward.fn is fn
+
+
+class WrittenForAreal(RolloutWorkflow):
+    """As its users write one: wraps its reward, and gives tensors with a batch dimension."""
+
+    def __init__(self, gconfig, tokenizer, reward_fn):
+        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
+        self.tokenizer = tokenizer
+        self.async_reward_fn = AsyncRewardWrapper(reward_fn)
+
+    async def arun_episode(self, engine, data):
+        ids = self.tokenizer.apply_chat_template(
+            data["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        response = await engine.agenerate(
+            ModelRequest(
+                rid=uuid.uuid4().hex,
+                input_ids=list(ids),
+                gconfig=self.gconfig.new(n_samples=1),
+                tokenizer=self.tokenizer,
+            )
+        )
+        texts = (self.tokenizer.decode(ids), self.tokenizer.decode(response.output_tokens))
+        reward = await self.async_reward_fn(*texts, response.input_tokens, response.output_tokens, **data)
+        prompt, answer = response.input_len, response.output_len
+        result = {
+            "input_ids": torch.tensor(response.input_tokens + response.output_tokens),
+            "loss_mask": torch.tensor([0] * prompt + [1] * answer),
+            "logprobs": torch.tensor([0.0] * prompt + response.output_logprobs),
+            "versions": torch.tensor([-1] * prompt + response.output_versions),
+            "attention_mask": torch.ones(prompt + answer, dtype=torch.bool),
+            "rewards": torch.tensor(reward),
+        }
+        return {name: value.unsqueeze(0) for name, value in result.items()}
+
+
+def test_workflow_when_written_for_areal_plays_and_counts_its_reward():
+    # Arrange: its attribute is not called reward_fn; the run's reward is given to the controller
+    workflow, reward = build(config("areal"), rewards.async_reward_fn, areal=WrittenForAreal)
+    rows = [{"messages": [{"role": "user", "content": "1+1?"}], "answer": "2", "_uid": f"0-{n}"} for n in range(2)]
+    controller = RolloutController(
+        FakeEngine(), workflow, InferenceEngineConfig(), batch_size=2, group_size=2, reward_fn=reward
+    )
+
+    # Act
+    with controller:
+        result = controller.rollout_batch(rows)
+
+    # Assert
+    assert [t.reward for t in result.trajectories] == [1.0] * 4
+    assert all(t.input_ids[t.loss_mask].tolist() == [7, 8, 9] for t in result.trajectories)
+    assert result.stats["reward/calls"] == 4.0

@@ -229,8 +229,34 @@ def test_state_when_groups_were_dropped_and_not_reported_plays_them_again(make):
     result = second.wait(2)
 
     # Assert: every episode of the rows counts once in the metrics, as in a run without the interruption.
+    assert [row["_uid"] for row in state["rows"]] == ["0-0", "0-1", "0-2"]  # the oldest first
     straight = first.wait(2).stats
     outcomes = ("accepted", "rejected", "failed", "cancelled")
     assert [result.stats[f"rollout/{name}"] for name in outcomes] == [4, 2, 0, 0]
     assert [straight[f"rollout/{name}"] for name in outcomes] == [4, 2, 0, 0]
     assert sorted(reported) == ["accepted"] * 4 + ["rejected"] * 2
+
+
+def test_stop_when_episodes_left_tasks_behind_cancels_them(make):
+    tasks, ended = [], []
+
+    async def linger():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    async def play(engine, data):
+        tasks.append(asyncio.create_task(linger()))
+        await asyncio.sleep(0)
+        return await one_request(engine, data)
+
+    controller = make(play)
+    controller.start()
+    controller.rollout_batch(rows(2))
+    before = list(ended)
+
+    controller.stop()
+
+    assert (before, ended) == ([], ["cancelled"] * 2)

@@ -13,7 +13,7 @@ import transformers
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.errors import BadInputError
 from areal_local.config import LocalConfig
-from areal_local.decoder import RowwiseDecoder
+from areal_local.decoder import RowwiseDecoder, SlottedDecoder
 from areal_local.engine import LocalEngine
 
 VOCAB = 97
@@ -150,3 +150,10 @@ def test_initialize_when_the_model_brings_code_needs_trust_remote_code(process, 
     engine.destroy()
 
     assert answer.output_tokens == transformers_greedy(model, [1, 2, 3], 6)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_decoder_when_a_transformers_model_has_experts_expected_the_cache(family, make_engine):
+    engine = make_engine(build(family))
+
+    assert type(engine._loop.decoder) is SlottedDecoder

@@ -360,6 +360,7 @@ _HARMLESS = frozenset(
         "use_cache",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "return_dict",
         "cache",
         "past_key_values",

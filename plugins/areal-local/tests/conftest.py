@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,51 @@ def make_engine() -> Iterator[Callable[..., LocalEngine]]:
     yield make
     for engine in engines:
         engine.destroy()
+
+
+@pytest.fixture
+def native_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``native_dense:SPEC`` and ``native_moe:SPEC`` are import paths, also in a process."""
+    here = str(Path(__file__).parent)
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.setenv("PYTHONPATH", here)
+    yield
+    for name in ("native_dense", "native_moe"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def start_native(native_models: None) -> Iterator[Callable[..., LocalEngine]]:
+    """``start_native(folder, spec=None, dtype=None, **local_options)``: an engine with the native model of a spec."""
+    engines: list[LocalEngine] = []
+
+    def run(folder: Path, spec: str | None = None, dtype: str | None = None, **options: Any) -> LocalEngine:
+        options = {"local": LocalConfig(model_spec=spec, **options)}
+        engines.append(LocalEngine(InferenceEngineConfig(dtype=dtype, plugin_options=options)))
+        engines[-1].initialize(str(folder))
+        return engines[-1]
+
+    yield run
+    for engine in engines:
+        engine.destroy()
+
+
+@pytest.fixture
+def transformers_greedy() -> Callable[[Any, list[int], int], list[int]]:
+    """The next ``count`` tokens of a prompt, by ``transformers.generate``."""
+
+    def continue_greedily(model: Any, prompt: list[int], count: int) -> list[int]:
+        with torch.no_grad():
+            output = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return output[0, len(prompt) :].tolist()
+
+    return continue_greedily
 
 
 @pytest.fixture

@@ -63,10 +63,10 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, *packed: Any) -> torch.Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        return self.wo(self.inner(_rotate(q, rope), _rotate(k, rope), v, *packed).flatten(1))
+        return self.wo(self.inner(rotate(q, rope), rotate(k, rope), v, *packed).flatten(1))
 
 
-def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     cos, sin = rope.to(x.dtype)[:, None].chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -92,16 +92,19 @@ class Dense(nn.Module):
     ties = True
     table = 256
 
-    def __init__(self, args: DenseArgs) -> None:
+    def __init__(self, args: Any) -> None:
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleDict({str(i): Block(args, i) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict({str(i): self.make_block(args, i) for i in range(args.n_layers)})
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tied and self.ties:
             self.output.weight = self.tok_embeddings.weight
         self.register_buffer("rope", torch.empty(0), persistent=False)
+
+    def make_block(self, args: Any, layer: int) -> nn.Module:
+        return Block(args, layer)
 
     def forward(
         self,
@@ -175,7 +178,7 @@ class OddAttention(Attention):
     def forward(self, x: torch.Tensor, rope: torch.Tensor, *packed: Any) -> torch.Tensor:
         q, k = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk))
         v = self.wv(x).unflatten(-1, (-1, self.value_dim))
-        return self.wo(self.inner(_rotate(q, rope), _rotate(k, rope), v, *packed).flatten(1))
+        return self.wo(self.inner(rotate(q, rope), rotate(k, rope), v, *packed).flatten(1))
 
 
 class Odd(Dense):
@@ -258,7 +261,7 @@ class Splitting(DenseAdapter):
         return [(hf.replace(".q_proj", ".QK_proj").replace(".k_proj", ".QK_proj"), piece)]
 
 
-def _parallelize(model: nn.Module, parallel_dims: Any, **kwargs: Any) -> nn.Module:
+def no_parallelize(model: nn.Module, parallel_dims: Any, **kwargs: Any) -> nn.Module:
     raise NotImplementedError("these models only generate")
 
 
@@ -268,7 +271,7 @@ def _make_spec(model_class: type, adapter_class: type[BaseStateDictAdapter] = De
         model_class=model_class,
         model_args_class=DenseArgs,
         state_dict_adapter_class=adapter_class,
-        parallelize_fn=_parallelize,
+        parallelize_fn=no_parallelize,
         supported_model_types={MODEL_TYPE},
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
+from native_dense import Dense, no_parallelize, rotate
 from torch import nn
 
 from areal_core.api.model_api import BaseModelArgs, BaseStateDictAdapter, ModelSpec
@@ -35,7 +36,6 @@ class MoeArgs(BaseModelArgs):
     expert_dim: int
     norm_eps: float
     rope_theta: float
-    max_seq_len: int
     tied: bool
     window: int | None
 
@@ -55,7 +55,6 @@ class MoeArgs(BaseModelArgs):
             expert_dim=hf_config.moe_intermediate_size,
             norm_eps=hf_config.rms_norm_eps,
             rope_theta=hf_config.rope_parameters["rope_theta"],
-            max_seq_len=hf_config.max_position_embeddings,
             tied=hf_config.tie_word_embeddings,
             window=hf_config.sliding_window if getattr(hf_config, "use_sliding_window", False) else None,
         )
@@ -94,14 +93,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, *packed: Any) -> torch.Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q, k = _rotate(self.q_norm(q), rope), _rotate(self.k_norm(k), rope)
+        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         return self.wo(self.inner(q, k, v, *packed).flatten(1))
-
-
-def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    first, second = x.float().chunk(2, -1)
-    cos, sin = rope[:, None, 0], rope[:, None, 1]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 class Experts(nn.Module):
@@ -139,42 +132,11 @@ class Block(nn.Module):
         return x + self.moe(self.ffn_norm(x))
 
 
-class NativeMoe(nn.Module):
+class NativeMoe(Dense):
     own_attention = False
 
-    def __init__(self, args: MoeArgs) -> None:
-        super().__init__()
-        self.args = args
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        blocks = {str(i): Block(args, i, self.own_attention) for i in range(args.n_layers)}
-        self.layers = nn.ModuleDict(blocks)
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
-        if args.tied:
-            self.output.weight = self.tok_embeddings.weight
-        self.register_buffer("rope", torch.empty(0), persistent=False)
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        tree_attn_meta: Any = None,
-    ) -> torch.Tensor:
-        x = self.tok_embeddings(tokens)
-        for block in self.layers.values():
-            x = block(x, self.rope[positions], cu_seqlens, max_seqlen, tree_attn_meta)
-        return self.output(self.norm(x))
-
-    def init_weights(self) -> None:
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.02)
-
-    def init_buffers(self, buffer_device: torch.device | str) -> None:
-        inverse = self.args.rope_theta ** -(torch.arange(0, self.args.head_dim, 2).double() / self.args.head_dim)
-        angles = torch.arange(self.args.max_seq_len).double()[:, None] * inverse
-        self.rope = torch.stack([angles.cos(), angles.sin()], 1).float().to(buffer_device)
+    def make_block(self, args: MoeArgs, layer: int) -> nn.Module:
+        return Block(args, layer, self.own_attention)
 
 
 class OwnAttentionMoe(NativeMoe):
@@ -231,17 +193,13 @@ class MoeAdapter(BaseStateDictAdapter):
         return [(f"model.layers.{layer}.{_TO_HF[rest]}", tensor)]
 
 
-def _parallelize(model: nn.Module, parallel_dims: Any, **kwargs: Any) -> nn.Module:
-    raise NotImplementedError("these models only generate")
-
-
 def _make_spec(name: str, model_class: type) -> ModelSpec:
     return ModelSpec(
         name=name,
         model_class=model_class,
         model_args_class=MoeArgs,
         state_dict_adapter_class=MoeAdapter,
-        parallelize_fn=_parallelize,
+        parallelize_fn=no_parallelize,
         supported_model_types=frozenset({MODEL_TYPE, "qwen3_moe"}),
     )
 

@@ -79,18 +79,6 @@ def build(family: str) -> Any:
     return FAMILIES[family]().eval()
 
 
-def transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    with torch.no_grad():
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-    return output[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize(
     ("family", "slow"),
     [
@@ -98,7 +86,9 @@ def transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
         *((f, True) for f in ("gpt2", "phi3-sliding", "gemma3-text", "mixtral")),
     ],
 )
-def test_greedy_when_any_family_equals_transformers(family, slow, make_engine, generate, reference_logprobs):
+def test_greedy_when_any_family_equals_transformers(
+    family, slow, make_engine, generate, reference_logprobs, transformers_greedy
+):
     model = build(family)
     # Fewer rows than requests: rows are freed, moved and used again.
     engine = make_engine(model, max_batch_size=3, slow_decoder=slow)
@@ -125,7 +115,9 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("process", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_initialize_when_the_model_brings_code_needs_trust_remote_code(process, tmp_path, generate, monkeypatch):
+def test_initialize_when_the_model_brings_code_needs_trust_remote_code(
+    process, tmp_path, generate, monkeypatch, transformers_greedy
+):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))  # of a process
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "model"

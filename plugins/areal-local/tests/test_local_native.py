@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,12 @@ import pytest
 import torch
 import transformers
 
-from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.io_struct import GenerationHyperparameters, ModelRequest, WeightUpdateMeta
 from areal_core.errors import BadInputError, PluginError
 from areal_core.plugins import get_plugin_manager
-from areal_local.config import LocalConfig
 from areal_local.decoder import SlottedDecoder
-from areal_local.engine import LocalEngine
 from areal_local.native_decoder import RecomputingDecoder
 
-HERE = Path(__file__).parent
 VOCAB = 97
 MODEL_TYPE = "areal_test_moe"
 SPECS = {"packed": "native_moe:NATIVE", "own": "native_moe:OWN_ATTENTION"}
@@ -60,29 +55,6 @@ def save(model: Any, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(HERE))
-    monkeypatch.setenv("PYTHONPATH", str(HERE))  # of a process
-    yield
-    sys.modules.pop("native_moe", None)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., LocalEngine]]:
-    engines: list[LocalEngine] = []
-
-    def run(folder: Path, dtype: str | None = None, **options: Any) -> LocalEngine:
-        config = InferenceEngineConfig(dtype=dtype, plugin_options={"local": LocalConfig(**options)})
-        engines.append(LocalEngine(config))
-        engines[-1].initialize(str(folder))
-        return engines[-1]
-
-    yield run
-    for engine in engines:
-        engine.destroy()
-
-
 def ragged_prompts(count: int) -> list[list[int]]:
     # With seed 1 two experts are as good as each other for one token, and rounding decides between them.
     generator = torch.Generator().manual_seed(2)
@@ -90,61 +62,55 @@ def ragged_prompts(count: int) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (size,), generator=generator).tolist() for size in sizes]
 
 
-def transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    with torch.no_grad():
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-    return output[0, len(prompt) :].tolist()
+@pytest.fixture
+def check_greedy(transformers_greedy, reference_logprobs) -> Callable[[Any, list[list[int]], Any], None]:
+    def check(model: Any, prompts: list[list[int]], answers: Any) -> None:
+        assert len({token for answer in answers for token in answer.output_tokens}) > 10
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.output_tokens == transformers_greedy(model, prompt, answer.output_len)
+            expected = reference_logprobs(model, prompt + answer.output_tokens, len(prompt))
+            torch.testing.assert_close(torch.tensor(answer.output_logprobs), expected, rtol=0, atol=2e-5)
 
-
-def check_greedy(model: Any, prompts: list[list[int]], answers: Any, reference_logprobs: Any) -> None:
-    assert len({token for answer in answers for token in answer.output_tokens}) > 10
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.output_tokens == transformers_greedy(model, prompt, answer.output_len)
-        expected = reference_logprobs(model, prompt + answer.output_tokens, len(prompt))
-        torch.testing.assert_close(torch.tensor(answer.output_logprobs), expected, rtol=0, atol=2e-5)
+    return check
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"use_sliding_window": True}], ids=str)
 @pytest.mark.parametrize("kind", ["packed", "own"])
-def test_greedy_when_native_equals_transformers(kind, changes, tmp_path, start, generate, reference_logprobs):
+def test_greedy_when_native_equals_transformers(kind, changes, tmp_path, start_native, generate, check_greedy):
     if "use_sliding_window" in changes:
         changes = changes | {"sliding_window": 8, "max_window_layers": 0}
     model = build(**changes)
     prompts = ragged_prompts(10)
     # Fewer rows than requests: rows are freed, moved and used again.
-    engine = start(save(model, tmp_path), model_spec=SPECS[kind], max_batch_size=4)
+    engine = start_native(save(model, tmp_path), spec=SPECS[kind], max_batch_size=4)
 
     answers = generate(engine, [(p, {"max_new_tokens": 5 + 3 * i}) for i, p in enumerate(prompts)], greedy=True)
 
     assert type(engine._loop.decoder) is (SlottedDecoder if kind == "packed" else RecomputingDecoder)
-    check_greedy(model, prompts, answers, reference_logprobs)
+    check_greedy(model, prompts, answers)
 
 
-def test_greedy_when_torch_computes_equals_transformers(tmp_path, start, generate, reference_logprobs, without_kernels):
+def test_greedy_when_torch_computes_equals_transformers(
+    tmp_path, start_native, generate, without_kernels, check_greedy
+):
     model, prompts = build(), ragged_prompts(6)
-    engine = start(save(model, tmp_path), model_spec=SPECS["packed"], max_batch_size=4)
+    engine = start_native(save(model, tmp_path), spec=SPECS["packed"], max_batch_size=4)
 
     answers = generate(engine, [(prompt, {}) for prompt in prompts], greedy=True, max_new_tokens=12)
 
     assert type(engine._loop.decoder) is SlottedDecoder
-    check_greedy(model, prompts, answers, reference_logprobs)
+    check_greedy(model, prompts, answers)
 
 
 @pytest.mark.parametrize(
     ("kind", "process"), [("packed", False), ("own", False), pytest.param("packed", True, marks=pytest.mark.slow)]
 )
 def test_update_when_requests_run_expected_old_tokens_then_new(
-    kind, process, tmp_path, start, generate, reference_logprobs
+    kind, process, tmp_path, start_native, generate, reference_logprobs, transformers_greedy
 ):
     old, new = build(), build(1)
     folder, update = save(old, tmp_path / "old"), save(new, tmp_path / "new")
-    engine = start(folder, model_spec=SPECS[kind], process=process)
+    engine = start_native(folder, spec=SPECS[kind], process=process)
     prompt, length = [3, 1, 4, 1, 5], 120
 
     async def main():
@@ -171,9 +137,9 @@ def test_update_when_requests_run_expected_old_tokens_then_new(
     torch.testing.assert_close(torch.tensor(answer.output_logprobs), expected, rtol=0, atol=2e-5)
 
 
-def test_update_when_tied_expected_either_name(tmp_path, start, generate):
+def test_update_when_tied_expected_either_name(tmp_path, start_native, generate, transformers_greedy):
     old, new = build(tie_word_embeddings=True), build(1, tie_word_embeddings=True)
-    engine = start(save(old, tmp_path / "old"), model_spec=SPECS["packed"])
+    engine = start_native(save(old, tmp_path / "old"), spec=SPECS["packed"])
     save(new, tmp_path / "new")
     from areal_local.weights import read_safetensors
 
@@ -187,9 +153,11 @@ def test_update_when_tied_expected_either_name(tmp_path, start, generate):
 
 
 @pytest.mark.parametrize("change", ["name", "shape", "missing", "adapter"])
-def test_update_when_not_valid_expected_old_weights_and_a_named_error(change, tmp_path, start, generate, monkeypatch):
+def test_update_when_not_valid_expected_old_weights_and_a_named_error(
+    change, tmp_path, start_native, generate, monkeypatch, transformers_greedy
+):
     model = build()
-    engine = start(save(model, tmp_path / "old"), model_spec=SPECS["packed"])
+    engine = start_native(save(model, tmp_path / "old"), spec=SPECS["packed"])
     save(build(1), tmp_path / "new")
     from areal_local.weights import read_safetensors
 
@@ -217,7 +185,9 @@ def test_update_when_not_valid_expected_old_weights_and_a_named_error(change, tm
     assert answer.output_versions == [0] * 12
 
 
-def test_initialize_when_type_is_registered_expected_its_native_model(tmp_path, start, generate, monkeypatch):
+def test_initialize_when_type_is_registered_expected_its_native_model(
+    tmp_path, start_native, generate, monkeypatch, transformers_greedy
+):
     site = tmp_path / "site"
     info = site / "areal_test_moe-1.0.dist-info"
     info.mkdir(parents=True)
@@ -236,7 +206,7 @@ def test_initialize_when_type_is_registered_expected_its_native_model(tmp_path, 
     get_plugin_manager.cache_clear()
 
     try:
-        engine = start(folder)
+        engine = start_native(folder)
         (answer,) = generate(engine, [([5, 6], {})], greedy=True, max_new_tokens=12)
     finally:
         get_plugin_manager.cache_clear()
@@ -244,11 +214,11 @@ def test_initialize_when_type_is_registered_expected_its_native_model(tmp_path, 
     assert answer.output_tokens == transformers_greedy(model, [5, 6], 12)
 
 
-def test_initialize_when_transformers_knows_the_type_expected_native_only_if_named(tmp_path, start):
+def test_initialize_when_transformers_knows_the_type_expected_native_only_if_named(tmp_path, start_native):
     build().save_pretrained(tmp_path)
 
-    unnamed = start(tmp_path)
-    named = start(tmp_path, model_spec=SPECS["packed"])
+    unnamed = start_native(tmp_path)
+    named = start_native(tmp_path, spec=SPECS["packed"])
 
     assert type(unnamed.model).__name__ == "Qwen3MoeForCausalLM"
     assert type(named.model.model).__name__ == "NativeMoe"
@@ -263,11 +233,11 @@ def test_initialize_when_transformers_knows_the_type_expected_native_only_if_nam
         ("native_moe:NOWHERE", PluginError, r"rollout\.local\.model_spec: .*NOWHERE"),
     ],
 )
-def test_initialize_when_no_spec_fits_expected_a_named_error(model_spec, error, message, tmp_path, start):
+def test_initialize_when_no_spec_fits_expected_a_named_error(model_spec, error, message, tmp_path, start_native):
     folder = save(build(), tmp_path)
 
     with pytest.raises(error, match=message):
-        start(folder, model_spec=model_spec)
+        start_native(folder, spec=model_spec)
 
 
 @pytest.mark.parametrize(
@@ -279,22 +249,22 @@ def test_initialize_when_no_spec_fits_expected_a_named_error(model_spec, error, 
         ({"moe_intermediate_size": 32}, r"has shape \[64, 48\], but the model's has \[64, 32\]"),
     ],
 )
-def test_initialize_when_the_checkpoint_does_not_fit_expected_a_named_error(change, message, tmp_path, start):
+def test_initialize_when_the_checkpoint_does_not_fit_expected_a_named_error(change, message, tmp_path, start_native):
     folder = save(build(), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
 
     with pytest.raises(BadInputError, match=message):
-        start(folder, model_spec=SPECS["packed"])
+        start_native(folder, spec=SPECS["packed"])
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", torch.float32), (None, torch.bfloat16)])
 def test_initialize_when_bf16_expected_that_type_and_close_logprobs(
-    dtype, stored, tmp_path, start, generate, reference_logprobs
+    dtype, stored, tmp_path, start_native, generate, reference_logprobs
 ):
     model = build()
     folder = save(model.to(stored), tmp_path)
-    engine = start(folder, dtype=dtype, model_spec=SPECS["packed"])
+    engine = start_native(folder, dtype=dtype, spec=SPECS["packed"])
 
     (answer,) = generate(engine, [([5, 6, 7], {})], greedy=True, max_new_tokens=8)
 

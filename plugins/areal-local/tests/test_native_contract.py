@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +13,24 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from areal_core.api.configs import InferenceEngineConfig
 from areal_core.api.io_struct import WeightUpdateMeta
 from areal_core.errors import BadInputError, PluginError
 from areal_core.plugins import get_plugin_manager
-from areal_local.config import LocalConfig
 from areal_local.decoder import SlottedDecoder
 from areal_local.engine import LocalEngine
 from areal_local.native_decoder import RecomputingDecoder
 
-HERE = Path(__file__).parent
 MODEL_TYPE = "areal_test_dense"
 PROMPTS = [[5, 6, 7], [1] * 40, list(range(20, 33))]
 FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(HERE))
-    monkeypatch.setenv("PYTHONPATH", str(HERE))  # of a process
-    yield
-    sys.modules.pop("native_dense", None)
-
-
 @pytest.fixture
-def start() -> Iterator[Callable[..., LocalEngine]]:
-    engines: list[LocalEngine] = []
+def start(start_native: Callable[..., LocalEngine]) -> Callable[..., LocalEngine]:
+    def run(folder: Path, spec: str | None = "DENSE", **options: Any) -> LocalEngine:
+        return start_native(folder, spec and f"native_dense:{spec}", **options)
 
-    def run(folder: Path, spec: str = "DENSE", dtype: str | None = None, **options: Any) -> LocalEngine:
-        options = {"model_spec": f"native_dense:{spec}"} | options
-        config = InferenceEngineConfig(dtype=dtype, plugin_options={"local": LocalConfig(**options)})
-        engines.append(LocalEngine(config))
-        engines[-1].initialize(str(folder))
-        return engines[-1]
-
-    yield run
-    for engine in engines:
-        engine.destroy()
+    return run
 
 
 def save(model: Any, folder: Path, **options: Any) -> Path:
@@ -276,7 +256,7 @@ def test_initialize_when_the_plugin_of_a_type_did_not_load_expected_its_reason(
 
     try:
         with pytest.raises(BadInputError, match=r"(?s)'areal_test_dense'.*acme-models is broken: .*module_that_nobody"):
-            start(folder, model_spec=None)
+            start(folder, spec=None)
     finally:
         get_plugin_manager.cache_clear()
 
@@ -292,7 +272,7 @@ def test_initialize_when_the_type_is_registered_with_transformers_expected_that_
     transformers.AutoConfig.register(MODEL_TYPE, OwnConfig)
     transformers.AutoModelForCausalLM.register(OwnConfig, OwnModel)
     try:
-        engine = start(folder, model_spec=None)
+        engine = start(folder, spec=None)
     finally:
         CONFIG_MAPPING._extra_content.pop(MODEL_TYPE)
         transformers.AutoModelForCausalLM._model_mapping._extra_content.pop(OwnConfig)
@@ -362,7 +342,7 @@ def test_update_when_the_trainer_has_other_names_expected_the_way_over_the_disk(
 
 def test_update_when_transformers_runs_the_model_expected_no_word_of_native_models(tmp_path, start, make_model):
     make_model("llama").save_pretrained(tmp_path)
-    engine = start(tmp_path, model_spec=None)
+    engine = start(tmp_path, spec=None)
 
     with pytest.raises(BadInputError, match=r"no weight 'experts'\.$"):
         engine.update_weights_from_memory([("experts", torch.ones(1))], 1)

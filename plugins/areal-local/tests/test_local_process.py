@@ -309,6 +309,24 @@ def test_process_when_it_crashes_fails_its_requests_and_is_replaced(start, make_
 
 
 @pytest.mark.slow
+def test_process_when_killed_after_a_refused_update_is_replaced_with_the_weights_it_had(start, generate):
+    engine = start(process=True)
+    (expected,) = generate(engine, [(PROMPT, {})], greedy=True, max_new_tokens=10)
+    with pytest.raises(BadInputError, match=r"no weight 'odd\.weight'"):
+        engine.update_weights_from_memory([("odd.weight", torch.zeros(3))], 5)
+    process = psutil.Process(engine._host.pid)
+
+    process.kill()
+    process.wait()
+    engine.pause_generation()
+    engine.continue_generation()
+    (answer,) = generate(engine, [(PROMPT, {})], greedy=True, max_new_tokens=10)
+
+    assert essence([answer]) == essence([expected])
+    assert engine.export_stats()["restarts"] == 1
+
+
+@pytest.mark.slow
 def test_process_when_killed_before_any_answer_is_not_replaced(start):
     engine = start(process=True)
     pid = engine._host.pid

@@ -27,6 +27,8 @@ from areal_local.weights import WeightTable
 
 _logger = getLogger("LocalProcess")
 
+_SHARED = "update_shared"
+
 
 class ProcessHost:
     """A ``ModelHost`` in a process of its own.
@@ -170,7 +172,9 @@ class ProcessHost:
     def update_from_memory(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, source: str) -> None:
         self._current()
         with self._lock:
-            self._newest = None
+            # The segment is written to. Weights of a folder can be had again, even if these turn out to be wrong.
+            if self._newest is not None and self._newest[0] == _SHARED:
+                self._newest = None
         self._shared.allocate()
         views = self._shared.tensors
         given: list[int] = []
@@ -181,7 +185,7 @@ class ProcessHost:
                     views[index].copy_(tensor)
                     given.append(index)
         self._table.check_complete(given, source)
-        self._update("update_shared", {"given": given}, version)
+        self._update(_SHARED, {"given": given}, version)
 
     def update_from_disk(self, folder: Path, version: int) -> None:
         self._update("update_disk", {"folder": str(folder.absolute())}, version)

@@ -238,6 +238,31 @@ def test_check_when_a_server_came_back_with_old_weights(serve: Serve, connect: C
     assert engine.fleet.replicas[0].state == "ready" and first.label == "2"
 
 
+def test_set_version_when_a_server_has_old_weights_expected_still_out_of_use(
+    serve: Serve, connect: Connect, ask: Ask
+) -> None:
+    first, second = serve(), serve()
+    engine = connect(first, second)
+    engine.fleet.members.bring_up_to_date = None
+    first.kill()
+    check(engine, 0)
+    engine.pause_generation()
+    second.weights = "new"
+    engine.weights_updated(1)
+    engine.continue_generation()
+    first.start()
+    assert not check(engine, 0)
+
+    # No weights come with it: those of the first server stay those of the beginning.
+    engine.set_version(5)
+
+    assert [replica.state for replica in engine.fleet.replicas] == ["stale", "ready"]
+    assert (first.label, second.label) == ("default", "5")
+    before = len(first.bodies())
+    assert all(ask(engine, [1]).output_versions == [5] * 8 for _ in range(3))
+    assert len(first.bodies()) == before
+
+
 def test_check_when_a_server_came_back_and_can_be_updated(serve: Serve, connect: Connect) -> None:
     first, second = serve(), serve()
     engine = connect(first, second)

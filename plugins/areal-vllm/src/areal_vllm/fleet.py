@@ -251,6 +251,9 @@ class Fleet:
 
     async def _set_version(self, version: int, replicas: Sequence[Replica] | None, updated: bool) -> None:
         chosen = list(self.live if replicas is None else replicas)
+        if not updated:
+            # A new number for the weights that are current does not make old ones current.
+            chosen = [replica for replica in chosen if replica.state == "ready"]
         self.members.version = version
         self.members.updates += updated
         for replica in self.replicas:

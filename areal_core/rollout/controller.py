@@ -202,6 +202,8 @@ class RolloutController:
                     settle_for(len(groups) - len(filtered(groups)), self.batch_size, filtered(groups))
                     break
                 missing = refused
+                if missing:
+                    self._inside.raise_if_told(should_stop)
         except BaseException:
             self._ledger.report(groups, self.version)
             raise
@@ -319,15 +321,16 @@ class RolloutController:
             self._wait_for_groups(self.batch_size, lambda: runner.room() > 0, should_stop)
             self._raise_if_hopeless()
             count = min(self.batch_size, len(runner.ready))
-            if count < self.batch_size and self._tried_enough():
+            enough = count == self.batch_size
+            if not enough and self._tried_enough():
                 settle_for(count, self.batch_size, filtered(runner.dropped))
-            elif count < self.batch_size:
-                continue
-            groups = self._inside.call(runner.take, count)
+                enough = True
+            groups = self._inside.call(runner.take, count) if enough else None
             if groups is not None:
                 # A short batch is a version's batch too: nothing more may start in its place.
                 self._staleness.consumed += self.batch_size - count
                 return self._finish_async(groups, start)
+            self._inside.raise_if_told(should_stop)
 
     def _wait_for_groups(self, count: int, other: Callable[[], bool], should_stop: Callable[[], bool] | None) -> None:
         """Wait for ``count`` complete groups, or ``other``."""

@@ -99,14 +99,15 @@ class Entrance:
 
     def call_unless(self, should_stop: Callable[[], bool] | None, fn: Callable[..., T], *args: Any) -> T:
         """As ``call``, for waiting methods: a workflow may block the event loop."""
-        return self._thread.call(fn, *args, check=lambda: self._raise_if_told(should_stop))
+        return self._thread.call(fn, *args, check=lambda: self.raise_if_told(should_stop))
 
     def cancel(self, job: Job) -> None:
         """Cancel ``job``; with a limit: a workflow that blocks the event loop must not keep the run from ending."""
         with contextlib.suppress(concurrent.futures.TimeoutError, ArealError):
             self._thread.post(self.runner.cancel_job, job).result(timeout=_CANCEL_SECONDS)
 
-    def _raise_if_told(self, should_stop: Callable[[], bool] | None) -> None:
+    def raise_if_told(self, should_stop: Callable[[], bool] | None) -> None:
+        """For loops whose waits may all be over at the first look."""
         if self._should_stop() or (should_stop is not None and should_stop()):
             raise RolloutInterrupted("the run was told to stop while it waited for episodes")
 
@@ -120,5 +121,5 @@ class Entrance:
             if done() or time.monotonic() > end:
                 return
             self._thread.raise_if_dead()
-            self._raise_if_told(should_stop)
+            self.raise_if_told(should_stop)
             self._wake.wait(_POLL_SECONDS)

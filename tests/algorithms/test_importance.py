@@ -102,6 +102,14 @@ def test_loglinear_when_versions_differ_expected_interpolation() -> None:
     assert not result.requires_grad
 
 
+def test_loglinear_when_a_token_is_newer_than_the_step_expected_the_samplers_logprob() -> None:
+    current, behave = torch.tensor([-1.0, -1.0]), torch.tensor([-3.0, -2.0])
+
+    result = loglinear_proximal(current, behave, torch.tensor([8, 9]), torch.tensor(7))
+
+    assert result.tolist() == [-3.0, -2.0]
+
+
 # ------------------------------------------------------------------------------------------------- inside the loss
 
 

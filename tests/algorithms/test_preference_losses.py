@@ -142,7 +142,7 @@ def test_pair_loss_when_split_and_reordered_is_the_same(name: str, seed: int, cu
 
 
 def test_pair_stats_when_scores_are_known_are_means_over_pairs() -> None:
-    # Arrange: two pairs of single tokens; scores 2 over 1, and 0 below 3.
+    # Arrange: two pairs of single tokens; scores 2 over 1, and 0 below 3. The margins asked for are in the loss alone.
     values = torch.tensor([2.0, 1.0, 0.0, 3.0], dtype=torch.float64)
     batch = PackedBatch(
         torch.arange(5).int(),
@@ -151,7 +151,7 @@ def test_pair_stats_when_scores_are_known_are_means_over_pairs() -> None:
             "loss_mask": torch.ones(4, dtype=torch.bool),
             "ref_logprobs": torch.zeros(4, dtype=torch.float64),
         },
-        {"margins": torch.zeros(4, dtype=torch.float64)},
+        {"margins": torch.tensor([1.5, 1.5, 0.5, 0.5], dtype=torch.float64)},
     )
 
     # Act

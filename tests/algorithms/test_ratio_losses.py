@@ -9,11 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from areal_core.algorithms.cispo import CISPO
 from areal_core.algorithms.length_penalty import overlong_penalty
 from areal_core.algorithms.losses import ppo_clip_loss
 from areal_core.algorithms.sequence_losses import sequence_clip_loss, sequence_log_ratio
 from areal_core.algorithms.weighted_losses import cispo_loss, reinforce_loss, sapo_loss
-from areal_core.api.batch import PackedBatch
+from areal_core.api.batch import PackedBatch, TokenOutput
+from areal_core.api.configs import PPOActorConfig
 
 BatchOf = Callable[..., PackedBatch]
 
@@ -55,6 +57,19 @@ def test_cispo_loss_when_random_expected_formula_and_gradient(low: float, high: 
     assert bool(result.clipped.any()) and not bool(result.clipped.all())
     # What PPO's clip takes away, and this loss is for: a clipped token still learns.
     assert bool((gradient[result.clipped & (advantages != 0)] != 0).all())
+
+
+def test_cispo_when_its_weight_has_two_bounds_expected_both_in_the_loss(batch_of: Callable[..., PackedBatch]) -> None:
+    batch = batch_of(2)
+    new = (batch["logprobs"] + 0.5 * batch["advantages"].sin()).requires_grad_()
+
+    loss = CISPO(PPOActorConfig(path="unused"), max_weight=1.2, min_weight=0.7).loss(TokenOutput(new), batch).loss
+    (gradient,) = torch.autograd.grad(loss, new)
+
+    ratio = (new.detach() - batch["logprobs"]).exp()
+    assert bool((ratio < 0.7).any()) and bool((ratio > 1.2).any())
+    expected = torch.where(batch["loss_mask"], -ratio.clamp(0.7, 1.2) * batch["advantages"], 0.0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize(("tau_pos", "tau_neg"), [(1.0, 1.05), (3.0, 0.5)])

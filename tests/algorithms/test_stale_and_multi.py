@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -161,7 +162,12 @@ def test_liteppo_advantages_expected_group_mean_and_batch_deviation(batch_of: Ba
 # ------------------------------------------------------------------------------------------------------------ GDPO
 
 
-def gdpo_written_out(terms: list[list[float]], weights: list[float], groups: list[int]) -> list[float]:
+def gdpo_written_out(
+    terms: list[list[float]],
+    weights: list[float],
+    groups: list[int],
+    std: Callable[[list[float]], float] = statistics.stdev,
+) -> list[float]:
     totals = [0.0] * len(terms)
     for k, weight in enumerate(weights):
         for row, line in enumerate(terms):
@@ -197,6 +203,20 @@ def test_decoupled_rewards_when_a_group_has_no_variance_expected_exact_zeros() -
     assert result[2] < 0 < result[3]
 
 
+def test_decoupled_rewards_when_sums_round_expected_exact_zeros_for_a_group_without_variance() -> None:
+    # Arrange: the mean over the batch is 0 but for rounding; a trainer leaves out what is exactly 0.
+    groups = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    terms = torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    terms[:3] = 0.7
+
+    # Act
+    result = decoupled_rewards(terms, None, groups, GROUP)
+
+    # Assert
+    assert result[:3].tolist() == [0.0, 0.0, 0.0]
+    assert bool((result[3:] != 0).all())
+
+
 def test_gdpo_advantages_when_sums_are_equal_expected_to_tell_the_rewards_apart(batch_of: BatchOf) -> None:
     batch = batch_of(2, num_seqs=4)
     terms = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
@@ -220,6 +240,30 @@ def test_gdpo_advantages_when_there_is_one_reward_expected_it_normalised_twice(b
     for value, advantages in zip(expected, result.sequences("advantages"), strict=True):
         trained = advantages[advantages != 0].tolist()
         assert trained == pytest.approx([value] * len(trained), rel=1e-6)
+
+
+def test_gdpo_advantages_when_weighted_clipped_and_biased_expected_formula(batch_of: BatchOf) -> None:
+    # Arrange: the first reward is clipped on either side, the second lowers the sum, and deviations divide by n.
+    batch = batch_of(2, num_seqs=12)
+    terms = 2 * torch.randn(12, 2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    weights = [1.0, -0.5]
+    groups = torch.arange(12) % 3
+    batch = batch.with_rows(
+        reward_terms=terms, reward_weights=terms.new_tensor(weights).expand(12, 2), group_ids=groups
+    )
+    norm = NormConfig(mean_level="group", std_level="group", std_unbiased=False)
+
+    # Act
+    result, _ = GDPO(actor(reward_norm=norm, reward_clip=1.5)).compute_advantages(batch)
+
+    # Assert
+    bounded = [[min(max(r, -1.5), 1.5) for r in row] for row in terms.tolist()]
+    assert bounded != terms.tolist()
+    expected = gdpo_written_out(bounded, weights, groups.tolist(), statistics.pstdev)
+    for value, mask, advantages in zip(
+        expected, batch.sequences("loss_mask"), result.sequences("advantages"), strict=True
+    ):
+        assert advantages[mask].tolist() == pytest.approx([value] * int(mask.sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,31 @@ def test_partition_when_groups_balance_expected_groups_whole() -> None:
     assert max(loads(parts, lengths)) <= 1.1 * sum(lengths) / 4
 
 
+def test_partition_when_one_sequence_exceeds_the_mean_expected_the_other_groups_whole() -> None:
+    # Arrange: no partition can be better than the longest sequence, so there is nothing to gain from cutting a group.
+    lengths, groups = [100, *[10] * 8], [0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+    # Act
+    parts = balanced_partition(lengths, 3, groups)
+
+    # Assert
+    assert sorted(loads(parts, lengths)) == [40, 40, 100]
+    place = {index: number for number, part in enumerate(parts) for index in part}
+    assert all(place[i] == place[i + 1] for i in (1, 3, 5, 7))
+
+
+def test_partition_when_halves_of_groups_balance_expected_no_finer_cut() -> None:
+    # Arrange: two groups of eight over four parts.
+    groups = [0] * 8 + [1] * 8
+
+    # Act
+    parts = balanced_partition([10] * 16, 4, groups)
+
+    # Assert: a part shares one prompt.
+    assert [len(part) for part in parts] == [4] * 4
+    assert all(len({groups[i] for i in part}) == 1 for part in parts)
+
+
 def test_partition_when_one_group_expected_split() -> None:
     parts = balanced_partition([10] * 8, 4, [7] * 8)
 
@@ -161,6 +186,7 @@ def test_partition_when_more_parts_than_sequences_expected_empty_parts() -> None
     parts = balanced_partition([5, 5], 4)
 
     assert sorted(map(len, parts)) == [0, 0, 1, 1]
+    assert [len(part) for part in balanced_partition([0] * 6, 3)] == [2, 2, 2]
     assert balanced_partition([], 3) == [[], [], []]
     assert balanced_partition([], 3, []) == [[], [], []]
 
@@ -179,4 +205,6 @@ def test_minibatches_when_grouped_expected_disjoint_and_whole() -> None:
 
     assert sorted(itertools.chain(*parts)) == list(range(8))
     assert all(len(part) == 4 for part in parts)
+    place = {index: number for number, part in enumerate(parts) for index in part}
+    assert all(place[i] == place[i + 1] for i in (0, 2, 4, 6))
     assert minibatches(lengths, 1) == [list(range(8))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from areal_core.api.batch import PackedBatch
 from areal_core.api.io_struct import Trajectory
-from areal_core.data.packing import concat, pack_examples, pack_trajectories
+from areal_core.data.packing import concat, pack_examples, pack_trajectories, reward_labels
 
 TOKEN_TYPES = {
     "input_ids": torch.int64,
@@ -66,6 +68,22 @@ def test_pack_trajectories_when_some_have_token_rewards_expected_zeros_for_the_r
 
     assert batch["token_rewards"].tolist() == [0, 0, 0, 0, 0.5]
     assert "token_rewards" not in pack_trajectories([plain])
+
+
+def test_pack_trajectories_when_some_lack_a_named_reward_expected_nan_and_columns_as_they_first_appear() -> None:
+    trajectories = [
+        make_trajectory(2, 1, 0),
+        make_trajectory(2, 1, 1, rewards={"style": 0.25, "answer": 1.0}),
+        make_trajectory(2, 1, 2, rewards={"answer": 0.0, "bonus": 2.0}),
+    ]
+
+    terms = pack_trajectories(trajectories)["reward_terms"]
+
+    assert reward_labels(trajectories) == ["style", "answer", "bonus"]
+    nan = math.nan
+    expected = torch.tensor([[nan, nan, nan], [0.25, 1.0, nan], [nan, 0.0, 2.0]])
+    torch.testing.assert_close(terms, expected, rtol=0, atol=0, equal_nan=True)
+    assert "reward_terms" not in pack_trajectories(trajectories[:1])
 
 
 def test_pack_trajectories_when_group_is_unset_expected_a_group_each() -> None:

@@ -1,4 +1,4 @@
-"""What the rl trainer hands to its engines in every step: batches, losses, weights, schedules and versions."""
+"""What a trainer hands to its engines in every step: batches, losses, weights, schedules and versions."""
 
 from __future__ import annotations
 
@@ -163,3 +163,23 @@ def test_update_when_no_sample_has_an_advantage_expected_the_entropy_bonus_alone
     (update,) = record.updates
     assert update.batch.num_seqs == kept
     assert line["train/skipped_seqs"] == 8 if kept == 0 else "train/skipped_seqs" not in line
+
+
+@pytest.mark.parametrize("trainer", ["sft", "distill"])
+def test_steps_when_there_is_one_model_expected_an_update_and_a_schedule_step_each(
+    trainer: str, sft_plain: dict[str, Any], rl_plain: dict[str, Any], record: Record, tmp_path: Path, tiny_model: Path
+) -> None:
+    # Arrange
+    if trainer == "distill":
+        del rl_plain["reward"]
+        rl_plain |= {"trainer": "distill", "teacher": {"path": str(tiny_model), "dtype": "float32"}}
+    plain = {**(sft_plain if trainer == "sft" else rl_plain), "total_train_steps": 2, "evaluation": {"at_end": False}}
+
+    # Act
+    run(plain, tmp_path)
+
+    # Assert
+    trained = [call for call in record.calls if "sends" not in call]
+    assert trained == ["actor update", "actor schedule"] * 2
+    for update in record.updates:
+        assert float(update.weight_fn(update.batch)) == float(update.batch["loss_mask"].sum())

@@ -367,6 +367,105 @@ def test_keep_if_best_when_metric_is_a_loss_keeps_the_lowest(make_checkpointer: 
     assert names(tmp_path / "run" / "weights") == ["step-000002"]
 
 
+def test_keep_if_best_when_mode_is_given_keeps_by_it(make_checkpointer: Any, tmp_path: Path) -> None:
+    # Arrange: by its name alone a reward would be kept where it is highest.
+    checkpointer, engine = make_checkpointer(keep_best=1, metric="eval/reward/length", mode="min")
+
+    # Act
+    for step, reward in ((1, 0.5), (2, 0.3), (3, 0.4)):
+        checkpointer.keep_if_best(step, {"eval/reward/length": reward}, engine)
+
+    # Assert
+    assert names(tmp_path / "run" / "weights") == ["step-000002"]
+
+
+def test_keep_if_best_when_the_first_is_nan_keeps_nothing_and_ranks_the_next(
+    make_checkpointer: Any, tmp_path: Path
+) -> None:
+    # Arrange
+    checkpointer, engine = make_checkpointer(keep_best=2)
+
+    # Act
+    for step, reward in ((1, float("nan")), (2, 0.1), (3, float("inf"))):
+        checkpointer.keep_if_best(step, {"eval/reward": reward}, engine)
+
+    # Assert
+    assert names(tmp_path / "run" / "weights") == ["step-000002"]
+
+
+def test_keep_if_best_when_a_step_is_done_again_ranks_its_last_value_alone(
+    make_checkpointer: Any, tmp_path: Path
+) -> None:
+    # Arrange
+    checkpointer, engine = make_checkpointer(keep_best=2)
+
+    # Act
+    for step, reward in ((1, 0.5), (2, 0.9), (2, 0.2)):
+        checkpointer.keep_if_best(step, {"eval/reward": reward}, engine)
+
+    # Assert
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["best"] == [[1, 0.5], [2, 0.2]]
+
+
+def test_restore_when_later_steps_were_ranked_forgets_them(make_checkpointer: Any, tmp_path: Path) -> None:
+    # Arrange: the run ended after step 2 was ranked, and before its checkpoint.
+    checkpointer, engine = make_checkpointer(keep_best=2)
+    checkpointer.keep_if_best(1, {"eval/reward": 0.5}, engine)
+    checkpointer.save(1, {})
+    checkpointer.keep_if_best(2, {"eval/reward": 0.9}, engine)
+
+    # Act
+    checkpointer.restore()
+
+    # Assert
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["best"] == [[1, 0.5]]
+
+
+def test_save_when_the_step_is_the_restored_one_writes_nothing(make_checkpointer: Any) -> None:
+    # Arrange: an interruption before the first new step.
+    make_checkpointer()[0].save(1, {"version": 1})
+    resumed, engine = make_checkpointer()
+    resumed.restore()
+    engine.broken = True
+
+    # Act / Assert: a second write would fail.
+    resumed.save(1, {"version": 1})
+    assert resumed.restore() == {"step": 1, "version": 1}
+
+
+def test_save_and_restore_expected_optimizer_state_too(make_checkpointer: Any) -> None:
+    # Arrange
+    checkpointer, engine = make_checkpointer()
+    metas: list[SaveLoadMeta] = []
+    save, load = engine.save, engine.load
+    engine.save = lambda meta: (metas.append(meta), save(meta))
+    engine.load = lambda meta: (metas.append(meta), load(meta))
+
+    # Act
+    checkpointer.save(1, {})
+    checkpointer.restore()
+
+    # Assert
+    assert [(meta.weight_format, meta.with_optim) for meta in metas] == [("dcp", True)] * 2
+
+
+def test_due_when_saved_counts_seconds_from_then(make_checkpointer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Arrange
+    now = [100.0]
+    monkeypatch.setattr("areal_core.trainer.checkpoint.time.monotonic", lambda: now[0])
+    checkpointer, _ = make_checkpointer(freq_secs=60)
+
+    # Act
+    now[0] += 61
+    checkpointer.save(1, {})
+    now[0] += 59
+
+    # Assert
+    assert not checkpointer.due(2)
+    now[0] += 1
+    assert checkpointer.due(2)
+
+
 def test_due_follows_steps_and_seconds(make_checkpointer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Arrange
     now = [100.0]
@@ -565,6 +664,45 @@ def test_run_loop_when_interrupted_in_a_step_saves_the_one_before() -> None:
     # Assert
     assert raised.value.signum == signal.SIGTERM
     assert [number for number, _ in checkpointer.saved] == [2]
+
+
+@pytest.mark.parametrize(("total", "raises"), [(5, True), (3, False)])
+def test_run_loop_when_signalled_after_a_step_saves_it_and_stops_unless_it_is_the_last(
+    total: int, raises: bool
+) -> None:
+    # Arrange: the signal arrives at the end of step 3, which is done.
+    trainer, checkpointer, stop = FakeTrainer(total), FakeCheckpointer(), StopSignal()
+    plain_step = trainer.train_step
+
+    def step(number: int) -> bool:
+        done = plain_step(number)
+        stop.signum = signal.SIGINT if number == 3 else None
+        return done
+
+    trainer.train_step = step  # type: ignore[method-assign]
+
+    # Act
+    with pytest.raises(Interrupted) if raises else contextlib.nullcontext():
+        loop(trainer, checkpointer, stop)
+
+    # Assert
+    assert trainer.steps == [1, 2, 3]
+    assert [number for number, _ in checkpointer.saved] == [3]
+    assert checkpointer.exported == ([] if raises else ["final"])
+
+
+def test_run_loop_ranks_the_evaluation_of_the_start_and_of_every_step() -> None:
+    # Arrange
+    trainer, checkpointer = FakeTrainer(3), FakeCheckpointer()
+    ranked: list[int] = []
+    checkpointer.keep_if_best = lambda step, metrics, engine: ranked.append(step)  # type: ignore[method-assign]
+
+    # Act
+    loop(trainer, checkpointer, at_start=True, at_end=False)
+
+    # Assert
+    assert trainer.evaluated == [0]
+    assert ranked == [0, 1, 2, 3]
 
 
 # --------------------------------------------------------------------------------------------------------- world

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_resume_when_dcp_saved_expected_bitwise_continuation(tmp_path: Path) -> 
     engine.set_version(3)
     meta = SaveLoadMeta(path=tmp_path / "dcp", weight_format="dcp", with_optim=True)
     engine.save(meta)
-    draws = torch.rand(3), np.random.rand(3)
+    draws = torch.rand(3), np.random.rand(3), [random.random(), random.gauss(0.0, 1.0)]
     train(engine, 3, 5)
     other = cases.make_engine(cases.make_folder("qwen2", tmp_path / "other", seed=9), optimizer=ADAMW, ft_spec=SPEC)
     train(other, 7, 8)
@@ -103,6 +104,7 @@ def test_resume_when_dcp_saved_expected_bitwise_continuation(tmp_path: Path) -> 
 
     assert torch.equal(torch.rand(3), draws[0])
     assert np.array_equal(np.random.rand(3), draws[1])
+    assert [random.random(), random.gauss(0.0, 1.0)] == draws[2]
     assert other.get_version() == 3
     train(other, 3, 5)
     expected = cases.parameters_of(engine)
@@ -136,9 +138,12 @@ def test_load_dcp_when_without_optimizer_expected_weights_only(tmp_path: Path) -
 
     expected = cases.parameters_of(engine)
     assert all(torch.equal(expected[k], v) for k, v in cases.parameters_of(other).items())
+    # Its optimizer begins, and so does its warm-up: one of two steps.
+    result = other.train_batch(cases.ragged_batch(), cases.policy_loss, cases.token_weight)
+    assert result["lr"] == pytest.approx(5e-3)
 
 
-@pytest.mark.parametrize("damage", ["data", "metadata", "state", "steps", "shape", "folder"])
+@pytest.mark.parametrize("damage", ["data", "end", "metadata", "state", "steps", "shape", "folder"])
 def test_load_dcp_when_damaged_expected_error_and_unchanged_model(damage: str, tmp_path: Path) -> None:
     folder = cases.make_folder("qwen2", tmp_path / "model")
     engine = cases.make_engine(folder, optimizer=ADAMW, ft_spec=SPEC)
@@ -150,6 +155,9 @@ def test_load_dcp_when_damaged_expected_error_and_unchanged_model(damage: str, t
     if damage == "data":
         data = next(path.glob("*.distcp"))
         data.write_bytes(data.read_bytes()[:2000])
+    elif damage == "end":  # most tensors can be read
+        data = next(path.glob("*.distcp"))
+        data.write_bytes(data.read_bytes()[:-4000])
     elif damage == "metadata":
         (path / ".metadata").write_bytes(b"nonsense")
     elif damage == "state":
@@ -218,6 +226,25 @@ def test_update_weights_when_disk_expected_whole_folder_twice(tmp_path: Path) ->
     assert [p.name for p in (tmp_path / "weights").iterdir()] == ["update"]
     ids = torch.arange(3, 9)
     assert torch.equal(logits_of(tmp_path / "weights" / "update", ids), logits_of(folder, ids))
+
+
+def test_update_weights_when_a_killed_run_left_half_an_update_expected_nothing_of_it(tmp_path: Path) -> None:
+    folder = cases.make_folder("qwen2", tmp_path / "model")
+    engine = cases.make_engine(folder)
+    receiver: Any = Receiver()
+    meta = WeightUpdateMeta(type="disk", path=tmp_path / "weights" / "update")
+    engine.connect_engine(receiver, meta)
+    engine.update_weights(meta)
+    left = tmp_path / "weights" / ".update.partial"
+    left.mkdir()
+    (left / "model-00001-of-00002.safetensors").write_bytes(b"half")
+
+    engine.update_weights(meta)
+
+    assert [p.name for p in (tmp_path / "weights").iterdir()] == ["update"]
+    assert not (meta.path / "model-00001-of-00002.safetensors").exists()
+    ids = torch.arange(3, 9)
+    assert torch.equal(logits_of(meta.path, ids), logits_of(folder, ids))
 
 
 def test_connect_engine_when_distributed_to_an_engine_in_this_process_expected_clear_error(tmp_path: Path) -> None:

@@ -150,3 +150,19 @@ def test_forward_when_bfloat16_expected_near_float32(dtype: str, param_dtype: st
     assert output.dtype == torch.float32
     assert 1e-4 < (output - expected).abs().max() < 0.5
     assert (output - expected).abs().mean() < 0.05
+
+
+def test_logits_when_there_is_a_temperature_expected_those_of_transformers_divided_by_it(tmp_path: Path) -> None:
+    folder = cases.make_folder("qwen3", tmp_path)
+    batch = cases.ragged_batch()
+    reference = cases.load_reference(folder)
+    with torch.no_grad():
+        sequences = batch.sequences("input_ids")
+        before = [reference(input_ids=ids[None], use_cache=False).logits[0, :-1] / 1.7 for ids in sequences]
+    expected = torch.cat([torch.cat([logits.new_zeros(1, cases.VOCAB), logits]) for logits in before])
+    engine = cases.make_engine(folder, temperature=1.7, max_tokens=40)
+    mask = batch["loss_mask"]
+
+    logits = engine.logits(engine.hidden_states(batch)[mask])
+
+    assert_close(logits, expected[mask].float(), rtol=1e-4, atol=1e-4)

@@ -115,6 +115,36 @@ def test_update_weights_when_lora_expected_merged_names(tmp_path: Path) -> None:
     assert received.keys() == dict(plain.named_parameters()).keys()
 
 
+def test_save_hf_when_lora_is_on_transposed_layers_expected_merged_as_peft_merges(tmp_path: Path) -> None:
+    folder = cases.make_folder("gpt2", tmp_path / "model")
+    engine = cases.make_engine(
+        folder, optimizer=cases.sgd(lr=5.0), lora=lora(target_modules=["c_attn", "c_proj"]), attn_impl="sdpa"
+    )
+    engine.train_batch(cases.ragged_batch(), cases.policy_loss, cases.token_weight)
+    engine.save_adapter(tmp_path / "adapter")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload().state_dict()
+
+    engine.save(SaveLoadMeta(path=tmp_path / "out"))
+
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name in ("transformer.h.0.attn.c_attn.weight", "transformer.h.0.attn.c_proj.weight"):
+        assert (merged[name] - base[name]).abs().max() > 1e-3
+    for name, value in expected.items():
+        assert_close(merged[name], value, rtol=1e-6, atol=1e-6)
+
+
+def test_load_hf_when_an_adapter_was_trained_expected_the_loaded_weights_alone(tmp_path: Path) -> None:
+    engine = trained_engine(tmp_path)
+    other = cases.make_folder("qwen3", tmp_path / "other", seed=3)
+    expected = cases.make_engine(other).forward(cases.ragged_batch()).logprobs
+
+    engine.load(SaveLoadMeta(path=other))
+
+    assert_close(engine.forward(cases.ragged_batch()).logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_disable_adapter_when_trained_expected_reference_logprobs(tmp_path: Path) -> None:
     engine = trained_engine(tmp_path)
     base = cases.make_engine(tmp_path / "model").forward(cases.ragged_batch()).logprobs

@@ -285,6 +285,17 @@ def test_build_optimizer_when_muon_expected_hidden_matrices_only(arch: str) -> N
     assert any(g["muon"] for g in chosen.values())
 
 
+def test_build_optimizer_when_muon_trains_a_critic_expected_adamw_for_its_head(tmp_path: Path) -> None:
+    engine = cases.make_engine(cases.make_folder("qwen2", tmp_path), role="critic", optimizer=cases.sgd())
+
+    optimizer = build_optimizer(engine.model, OptimizerConfig(type="muon"))
+
+    chosen = {id(p): group["muon"] for group in optimizer.param_groups for p in group["params"]}
+    matrices = {name: chosen[id(p)] for name, p in engine.model.named_parameters() if p.ndim == 2}
+    assert matrices == {name: ".layers." in name for name in matrices}
+    assert matrices["score.weight"] is False
+
+
 def test_train_batch_when_muon_expected_muon_and_adamw_side_by_side(tmp_path: Path) -> None:
     folder = cases.make_folder("qwen3", tmp_path)
     engine = cases.make_engine(

@@ -184,6 +184,33 @@ def test_train_batch_when_clipped_expected_step_of_clipped_length(tmp_path: Path
         assert_close(actual[name], gradient.float() / 2, rtol=1e-4, atol=2e-6)
 
 
+def test_train_batch_when_norm_is_below_the_bound_expected_the_gradient_itself(tmp_path: Path) -> None:
+    folder = cases.make_folder("qwen2", tmp_path)
+    _, gradients = cases.reference_step(folder, cases.ragged_batch())
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    engine = cases.make_engine(folder, optimizer=cases.sgd(gradient_clipping=float(norm) * 3))
+
+    _, actual = cases.step_difference(engine, cases.ragged_batch())
+
+    assert_gradients(actual, gradients)
+
+
+def test_train_batch_when_a_loss_reports_maxima_expected_those_over_all_micro_batches(tmp_path: Path) -> None:
+    batch = cases.ragged_batch()
+    engine = cases.make_engine(cases.make_folder("qwen2", tmp_path), optimizer=cases.sgd(lr=0.0), max_tokens=30)
+    calls = 0
+
+    def loss_fn(output: TokenOutput, micro_batch: PackedBatch) -> LossOutput:
+        nonlocal calls
+        calls += 1
+        return LossOutput(output.logprobs.sum(), {}, {"advantage": micro_batch["advantages"].max()})
+
+    result = engine.train_batch(batch, loss_fn, cases.token_weight)
+
+    assert calls > 2
+    assert result["advantage_max"] == pytest.approx(batch["advantages"].max().item(), rel=1e-6)
+
+
 def test_train_batch_when_adamw_expected_torch_adamw_without_decay_on_vectors(tmp_path: Path) -> None:
     folder = cases.make_folder("qwen2", tmp_path)
     reference = cases.load_reference(folder, dtype=torch.float32)
@@ -262,3 +289,46 @@ def test_train_batch_when_the_model_has_dropout_expected_logprobs_of_forward(arc
     engine.train_batch(batch, loss, cases.token_weight)
 
     assert_close(seen[0], expected, rtol=0, atol=1e-6)
+
+
+def test_train_batch_when_pairs_are_in_small_micro_batches_expected_both_sides_in_each(tmp_path: Path) -> None:
+    batch = cases.make_batch([[6], [4], [9], [3], [5], [7]], prompt=(5, 6))
+    # No pair fits the budget, most sides do.
+    pairs = PackedBatch(
+        batch.cu_seqlens, batch.tokens, {**batch.rows, "pair_ids": torch.tensor([0, 1, 2, 0, 1, 2], dtype=torch.int64)}
+    )
+    engine = cases.make_engine(cases.make_folder("qwen2", tmp_path), optimizer=cases.sgd(), max_tokens=16)
+    seen: list[list[int]] = []
+
+    def loss_fn(output: TokenOutput, micro_batch: PackedBatch) -> LossOutput:
+        seen.append(micro_batch["pair_ids"].tolist())
+        return cases.policy_loss(output, micro_batch)
+
+    engine.train_batch(pairs, loss_fn, cases.token_weight)
+
+    assert sorted(seen) == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_train_batch_when_the_loss_reads_logits_expected_those_at_the_temperature(tmp_path: Path) -> None:
+    folder = cases.make_folder("qwen3", tmp_path)
+    batch = cases.ragged_batch()
+    logprobs, entropies = cases.reference_logprobs(cases.load_reference(folder), batch, temperature=1.7)
+    options = FSDPConfig(logits_chunk_tokens=9)
+    engine = cases.make_engine(folder, optimizer=cases.sgd(), temperature=1.7, options=options)
+    seen: list[TokenOutput] = []
+
+    def entropy(micro_batch: PackedBatch, logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        logp = logits.log_softmax(-1)
+        return -(logp.exp() * logp).sum(-1)
+
+    def loss_fn(output: TokenOutput, micro_batch: PackedBatch) -> LossOutput:
+        seen.append(output)
+        assert output.of_logits is not None
+        return LossOutput(output.of_logits.sum())
+
+    engine.train_batch(batch, loss_fn, cases.token_weight, logits_fn=entropy)
+
+    (output,) = seen
+    assert output.of_logits is not None
+    assert_close(output.logprobs.detach(), logprobs.detach().float(), rtol=0, atol=1e-5)
+    assert_close(output.of_logits.detach(), entropies.detach().float(), rtol=0, atol=1e-5)

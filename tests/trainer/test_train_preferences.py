@@ -145,14 +145,14 @@ def answer_logprobs(model: Any, tokenizer: Any) -> list[list[float]]:
     return result
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.1), ("ipo", 0.0)])
 def test_dpo_evaluation_equals_plain_transformers(
-    loss: str, dpo_plain: dict[str, Any], tiny_model: Path, tmp_path: Path
+    loss: str, smoothing: float, dpo_plain: dict[str, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
     # Arrange
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    dpo_plain |= {"loss": loss, "beta": 0.2}
+    dpo_plain |= {"loss": loss, "beta": 0.2, "label_smoothing": smoothing}
 
     # Act
     run = train(load_run_config(write_yaml(tmp_path / "run.yaml", dpo_plain), [])).path
@@ -165,7 +165,8 @@ def test_dpo_evaluation_equals_plain_transformers(
     )
     h = torch.tensor(policy, dtype=torch.float64) - torch.tensor(ref, dtype=torch.float64)
     difference = h[:, 0] - h[:, 1]
-    losses = (difference - 2.5) ** 2 if loss == "ipo" else torch.log1p(torch.exp(-0.2 * difference))
+    right, flipped = (torch.log1p(torch.exp(sign * 0.2 * difference)) for sign in (-1, 1))
+    losses = (difference - 2.5) ** 2 if loss == "ipo" else (1 - smoothing) * right + smoothing * flipped
     first, last = read_metrics(run)[0], read_metrics(run)[-1]
     assert last["eval/loss"] == pytest.approx(float(losses.mean()), rel=1e-4, abs=1e-5)
     assert last["eval/margin"] == pytest.approx(0.2 * float(difference.mean()), abs=1e-4)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 import torch
 from trainer_harness import HERE, read_metrics, write_yaml
+from transformers import AutoTokenizer
 
+from areal_arithmetic.dataset import get_arithmetic_dataset
 from areal_core.api.batch import PackedBatch, TokenOutput
 from areal_core.api.load import load_run_config
+from areal_core.data.loader import DataLoader
+from areal_core.trainer.distill import DistillTrainer
 from areal_core.trainer.run import train
 from areal_fsdp.engine import FSDPEngine
 
@@ -183,3 +188,49 @@ def test_steps_when_there_is_one_model_expected_an_update_and_a_schedule_step_ea
     assert trained == ["actor update", "actor schedule"] * 2
     for update in record.updates:
         assert float(update.weight_fn(update.batch)) == float(update.batch["loss_mask"].sum())
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_sft_when_rows_are_shuffled_or_not_expected_the_order_of_the_runs_seed(
+    shuffle: bool, sft_plain: dict[str, Any], record: Record, tmp_path: Path, base_model: Path
+) -> None:
+    # Arrange
+    sft_plain |= {"seed": 5, "total_train_steps": 1, "evaluation": {"at_end": False}}
+    sft_plain["train_dataset"]["shuffle"] = shuffle
+
+    # Act
+    run(sft_plain, tmp_path)
+
+    # Assert
+    rows = get_arithmetic_dataset(None, "train", kind="sft", size=64)
+    order = [row["_index"] for row in DataLoader(rows, 8, shuffle=shuffle, seed=5).next_batch()]
+    assert (order == list(range(8))) is not shuffle
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    texts = [tokenizer.apply_chat_template(rows[i]["messages"], tokenize=False) for i in order]
+    seen = [tokenizer.decode(ids) for ids in record.updates[0].batch.sequences("input_ids")]
+    assert seen == [tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
+def test_divergence_of_the_distill_trainer_expected_the_configured_one_from_student_to_teacher(kind: str) -> None:
+    # Arrange: the teacher's logits are its hidden states; of five tokens two are asked for, in another order.
+    generator = torch.Generator().manual_seed(0)
+    student, hidden = (torch.randn(n, 7, generator=generator, dtype=torch.float64) for n in (2, 5))
+    index = torch.tensor([4, 1])
+    trainer: Any = SimpleNamespace(
+        teacher=SimpleNamespace(logits=lambda states: states), config=SimpleNamespace(divergence=kind, jsd_beta=0.3)
+    )
+    batch = PackedBatch(torch.tensor([0, 5]).int(), {"input_ids": torch.arange(5), "teacher_hidden": hidden})
+
+    # Act
+    result = DistillTrainer._divergence(trainer, batch, student, index)
+
+    # Assert
+    p, q = student.softmax(-1), hidden[index].softmax(-1)
+    m = 0.3 * q + 0.7 * p
+    expected = {
+        "reverse_kl": (p * (p / q).log()).sum(-1),
+        "forward_kl": (q * (q / p).log()).sum(-1),
+        "jsd": 0.3 * (q * (q / m).log()).sum(-1) + 0.7 * (p * (p / m).log()).sum(-1),
+    }[kind]
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-9)

@@ -70,6 +70,25 @@ def test_agenerate_when_supports_are_wanted_and_a_server_breaks_off(serve: Serve
     assert all(token in row for token, row in zip(response.output_tokens, response.output_supports, strict=True))
 
 
+def test_agenerate_when_supports_go_on_beyond_the_minimum_expected_stops_among_them(
+    serve: Serve, connect: Connect
+) -> None:
+    server = serve(logprobs_mode="framework")
+    engine = connect(server, stream_interval=1)
+    start = len(server.kept)
+    # The minimum is reached by the partial answer: in the rest nothing is banned.
+    server.faults = [("break", 4)]
+    stops = list(range(3, 20))
+
+    response = ask(engine, top_k=6, min_new_tokens=4, stop_token_ids=stops, seed=11)
+
+    supports = response.output_supports
+    assert supports is not None and response.output_len > 4
+    assert [set(row[row >= 0].tolist()) for row in supports] == server.kept[start:]
+    assert not set(supports[:4].ravel().tolist()) & set(stops)
+    assert set(supports[4].tolist()) & set(stops)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -119,6 +119,20 @@ async def test_generate_when_the_answer_has_spans() -> None:
     }
 
 
+async def test_run_when_the_sampled_token_is_none_of_the_likeliest_expected_it_among_the_candidates() -> None:
+    call = attrs.evolve(CALL, candidates=2)
+    top = [{"token_id": 8, "logprob": -0.1}, {"token_id": 9, "logprob": -2.5}]
+    content = [{"token_id": 5, "logprob": -7.0, "top_logprobs": top}]
+    one = {"token_ids": [5], "logprobs": {"content": content}, "finish_reason": "stop"}
+    told = {"token_logprobs": [-7.0], "top_logprobs": [{"token_id:8": -0.1, "token_id:9": -2.5}]}
+    other = {"token_ids": [5], "logprobs": told, "finish_reason": "stop"}
+
+    generated, _ = await run("generate", {"choices": [one]}, call)
+    completed, _ = await run("completions", {"choices": [other]}, call)
+
+    assert generated.candidates == completed.candidates == [{8: -0.1, 9: -2.5, 5: -7.0}]
+
+
 async def test_generate_when_stop_strings_need_the_text() -> None:
     choice = {"token_ids": [], "logprobs": None, "finish_reason": "length"}
 

@@ -110,6 +110,14 @@ def test_choose_when_there_are_more_episodes_than_are_remembered() -> None:
     assert list(router._homes) == ["b", "c"]
 
 
+def test_choose_when_an_old_episode_is_in_use_expected_another_one_forgotten() -> None:
+    router = Router(replicas(2), most_sessions=2)
+    for name in "abac":
+        router.choose(1, name)
+
+    assert list(router._homes) == ["a", "c"]
+
+
 def test_end_when_called_twice() -> None:
     server = replicas(1)[0]
     router = Router([server])

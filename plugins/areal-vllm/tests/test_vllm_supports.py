@@ -114,3 +114,11 @@ def test_kept_when_the_token_is_just_beyond_the_bound() -> None:
     # The server drew it, so it had kept it.
     assert ids.tolist() == [7, 8, 9]
     np.testing.assert_allclose(logprob, np.log(0.2), rtol=1e-12)
+
+
+def test_kept_when_likelier_tokens_have_higher_ids_expected_ids_ascending() -> None:
+    candidates = {9: np.log(0.5), 7: np.log(0.2), 8: np.log(0.3)}
+
+    ids, _ = kept(candidates, 8, GenerationHyperparameters(top_k=3))
+
+    assert ids.tolist() == [7, 8, 9]

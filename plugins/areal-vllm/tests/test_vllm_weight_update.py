@@ -259,6 +259,16 @@ def test_distributed_when_all_is_well(start: Callable[..., Any]) -> None:
     assert engine.get_version() == 5
 
 
+def test_distributed_after_an_adapter_expected_the_model_itself(start: Callable[..., Any], tmp_path: Path) -> None:
+    engine, _ = start()
+    update(engine, WeightUpdateMeta(type="lora", path=write_adapter(tmp_path / "adapter"), version=1))
+    assert engine.request_model is not None
+
+    engine.update_weights_from_distributed(WeightUpdateMeta(type="distributed", version=2), SPECS)
+
+    assert engine.request_model is None
+
+
 def test_distributed_when_the_tensors_are_others(start: Callable[..., Any]) -> None:
     engine, (server,) = start()
     ready: list[int] = []

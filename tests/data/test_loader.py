@@ -182,3 +182,17 @@ def test_row_when_saved_whole_is_loaded_as_it_was() -> None:
 def test_row_when_the_dataset_has_become_smaller_expected_error() -> None:
     with pytest.raises(BadInputError, match="row 9 of its dataset, but this one has 4"):
         DataLoader(make_rows(4), 2).load_row({"_uid": "0-9", "_index": 9})
+
+
+def test_resume_when_the_saved_seed_is_another_expected_its_order_after_batches_of_ones_own() -> None:
+    # Arrange: both are in their first epoch, and the one that resumes has used its own order.
+    rows = [{"n": i} for i in range(20)]
+    saved, resumed = DataLoader(rows, 4, seed=1), DataLoader(rows, 4, seed=2)
+    saved.next_batch()
+    resumed.next_batch()
+
+    # Act
+    resumed.load_state_dict(saved.state_dict())
+
+    # Assert
+    assert resumed.next_batch() == saved.next_batch()

@@ -110,9 +110,19 @@ def test_encode_pair_when_row_is_bad_names_row_and_column(row: dict[str, Any], m
         encode_pair({**row, "_index": 4}, tokenizer, target="answer")
 
 
+def test_encode_pair_when_the_row_has_tools_expected_them_in_both_prompts() -> None:
+    tokenizer = train_tokenizer()
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool['name'] }}{% endfor %}" + tokenizer.chat_template
+
+    pair = encode_pair({**ROWS["chats"], "tools": [{"name": "adder"}]}, tokenizer, target="answer")
+
+    assert pair is not None
+    assert all(tokenizer.decode(pair[side]["input_ids"]).startswith("adder") for side in ("chosen", "rejected"))
+
+
 def test_pack_pairs_expected_sides_alternate_with_their_shared_prompt(tokenizer: Any) -> None:
     # Arrange
-    rows = [ROWS["chats"], {"prompt": "1?", "chosen": "1", "rejected": "2", "margin": 0.5}]
+    rows = [ROWS["chats"], {"prompt": "1?", "chosen": "1", "rejected": "2", "margin": -0.5}]
     pairs = [encode_pair(row, tokenizer, target="answer") for row in rows]
 
     # Act
@@ -124,10 +134,57 @@ def test_pack_pairs_expected_sides_alternate_with_their_shared_prompt(tokenizer:
         assert pair is not None
         assert sequences[2 * index].tolist() == pair["chosen"]["input_ids"].tolist()
         assert sequences[2 * index + 1].tolist() == pair["rejected"]["input_ids"].tolist()
-    assert batch["pair_ids"].tolist() == [0, 0, 1, 1]
-    assert batch["margins"].tolist() == [0.0, 0.0, 0.5, 0.5]
+    assert batch["pair_ids"].tolist() == batch["group_ids"].tolist() == [0, 0, 1, 1]
+    assert batch["margins"].tolist() == [0.0, 0.0, -0.5, -0.5]
     prompt = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, return_dict=False)
     assert batch["prompt_lens"].tolist()[:2] == [len(prompt), len(prompt)]
+
+
+def test_pack_pairs_when_one_side_is_trained_earlier_expected_a_prompt_without_trained_tokens() -> None:
+    # Arrange: both begin with 1 2 3; the chosen answer begins at the third token, the rejected one after it.
+    sides = {"chosen": ([1, 2, 3, 4], [0, 0, 1, 1]), "rejected": ([1, 2, 3, 5], [0, 0, 0, 1])}
+    pair = {k: {"input_ids": np.array(ids), "loss_mask": np.array(m, bool)} for k, (ids, m) in sides.items()}
+
+    # Act
+    batch = pack_pairs([{"margin": 0.0, **pair}])
+
+    # Assert
+    assert batch["prompt_lens"].tolist() == [2, 2]
+
+
+def test_encode_pair_when_one_chat_begins_with_the_whole_other_trains_on_every_answer_that_is_left(
+    tokenizer: Any,
+) -> None:
+    # Arrange
+    longer = [QUESTION, GOOD, QUESTION, BAD]
+
+    # Act
+    pair = encode_pair({"chosen": [QUESTION, GOOD], "rejected": longer}, tokenizer, target="answer")
+
+    # Assert: the chosen chat's only answer is its own, so it is not shared.
+    assert pair is not None
+    learned = {
+        side: tokenizer.decode(pair[side]["input_ids"][pair[side]["loss_mask"]]) for side in pair if side != "margin"
+    }
+    end = tokenizer.eos_token
+    assert learned == {"chosen": GOOD["content"] + end, "rejected": GOOD["content"] + end + BAD["content"] + end}
+
+
+def test_partition_pairs_when_one_pair_is_long_expected_attention_cost_gives_its_part_fewer_tokens() -> None:
+    # Arrange: one pair of 16000 tokens, and 32 of 1000.
+    lengths = [8000, *[500] * 32]
+    one = {n: {"input_ids": np.zeros(n, np.int64), "loss_mask": np.ones(n, bool)} for n in set(lengths)}
+    batch = pack_pairs([{"margin": 0.0, "chosen": one[n], "rejected": one[n]} for n in lengths])
+
+    # Act
+    by_tokens, by_cost = (partition_pairs(batch, 2, attention_cost=cost) for cost in (0.0, 1 / (12 * 1024)))
+
+    # Assert: 8000 tokens cost 1.65 times their number, 500 tokens 1.04 times.
+    def tokens(parts: list[list[int]]) -> list[int]:
+        return sorted(sum(2 * lengths[i // 2] for i in part[::2]) for part in parts)
+
+    assert tokens(by_tokens) == [24000, 24000]
+    assert tokens(by_cost) == [19000, 29000]
 
 
 @settings(max_examples=50, deadline=None)
@@ -149,8 +206,9 @@ def test_pairs_when_partitioned_and_split_stay_whole(lengths: list[int], k: int,
     # Act
     parts = partition_pairs(batch, k, attention_cost=0.01)
 
-    # Assert: every sequence once; both sides of a pair next to each other in every part and micro-batch.
+    # Assert: every sequence once; the chosen side, then the rejected one, in every part and micro-batch.
     assert len(parts) == k
+    assert all(part[::2] == [i - 1 for i in part[1::2]] and all(i % 2 == 0 for i in part[::2]) for part in parts)
     assert sorted(i for part in parts for i in part) == list(range(2 * len(lengths)))
     for part in parts:
         shard = batch.select(part)

@@ -77,6 +77,25 @@ def test_encode_when_several_turns_expected_all_answers_with_end_token(template:
     assert example["input_ids"].tolist() == tokenizer.encode(whole, add_special_tokens=False)
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefix", "marked"])
+def test_encode_when_the_row_has_tools_expected_them_in_the_prompt(template: str) -> None:
+    tokenizer = make_tokenizer("{% for tool in tools or [] %}{{ '<tool>' + tool['name'] }}{% endfor %}" + template)
+
+    example = encode_example({"messages": CHAT, "tools": [{"name": "adder"}]}, tokenizer)
+
+    assert learned_text(example, tokenizer) == ["2.</s>", "4!</s>"]
+    assert example is not None
+    assert tokenizer.decode(example["input_ids"]).startswith("<tool>adder<s>user")
+
+
+def test_encode_when_an_answer_holds_the_end_token_expected_it_whole() -> None:
+    tokenizer = make_tokenizer(CHATML)
+
+    example = encode_example({"messages": [CHAT[0], {"role": "assistant", "content": "a</s>b"}]}, tokenizer)
+
+    assert learned_text(example, tokenizer) == ["a</s>b</s>"]
+
+
 def test_encode_when_prompt_and_answer_share_a_token_expected_apart() -> None:
     # "\n2" would be one token of the whole text, but a model that generates the answer never sees it.
     tokenizer = make_tokenizer(CHATML, merges=[("Ċ", "2")])

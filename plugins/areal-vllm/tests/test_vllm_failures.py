@@ -205,11 +205,14 @@ def test_check_when_a_server_came_back_before_any_update(serve: Serve, connect: 
     first.kill()
     assert not check(engine, 0)
     assert engine.export_stats()["servers"] == 1
+    engine.fleet.replicas[0].data["adapter_id"] = 3
 
     first.start()
 
     assert check(engine, 0)
     assert first.label == "0"
+    # What it had been given died with it.
+    assert not engine.fleet.replicas[0].data
 
 
 def test_check_when_a_server_came_back_with_old_weights(serve: Serve, connect: Connect, ask: Ask) -> None:

@@ -12,6 +12,7 @@ from fake_server import CONTEXT, EOS, log_softmax, logits_of, make_request
 
 from areal_core.api.configs import InferenceEngineConfig
 from areal_core.errors import ArealError, BadInputError
+from areal_vllm.capabilities import _model_card
 from areal_vllm.config import VLLMConfig
 from areal_vllm.engine import VLLMEngine
 from areal_vllm.logprobs import LogprobMode
@@ -345,3 +346,15 @@ def test_options_when_they_come_from_yaml() -> None:
     assert VLLMConfig().stream_interval == 64
     with pytest.raises(ValueError, match="must be >= 1"):
         VLLMConfig(stream_interval=0)
+
+
+async def test_model_card_when_adapters_are_served_too_expected_the_model() -> None:
+    class Lists:
+        async def get(self, address: str, path: str, *, timeout: float) -> Any:
+            return {"data": [{"id": "theirs", "parent": "toy"}, {"id": "toy", "parent": None}]}
+
+    client: Any = Lists()
+
+    card = await _model_card(client, "host:1", None, 1.0)
+
+    assert card["id"] == "toy"

@@ -93,6 +93,18 @@ def test_disk_when_all_is_well(start: Callable[..., Any], tmp_path: Path) -> Non
     assert engine.get_version() == 3
 
 
+def test_disk_when_keys_and_values_are_kept_expected_none_for_new_requests(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    engine, (server,) = start()
+    engine.config.weight_update_keep_kv = True
+
+    update(engine, WeightUpdateMeta(type="disk", path=write(tmp_path / "update"), version=1))
+
+    made = calls(server)
+    assert made.index("areal_reload") < made.index("/reset_prefix_cache") < made.index("/resume")
+
+
 def test_disk_when_a_server_has_no_extension(start: Callable[..., Any], tmp_path: Path) -> None:
     engine, servers = start({"extension": False}, {})
 

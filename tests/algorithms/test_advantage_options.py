@@ -99,3 +99,16 @@ def test_zero_advantage_when_there_is_an_entropy_bonus_expected_a_gradient(algor
 
     assert algorithm(plain).zero_advantage_is_zero_gradient
     assert not algorithm(bonus).zero_advantage_is_zero_gradient
+
+
+def test_ppo_returns_when_advantages_are_normalised_expected_in_units_of_the_reward(batch_of: BatchOf) -> None:
+    # The critic learns the scale of the rewards: what is normalised is for the policy alone.
+    batch = batch_of(6)
+
+    results = [
+        PPO(PPOActorConfig(path="unused", reward_norm=None, adv_norm=norm)).compute_advantages(batch)[0]
+        for norm in (None, NormConfig())
+    ]
+
+    assert results[0]["returns"].tolist() == results[1]["returns"].tolist()
+    assert results[0]["advantages"].tolist() != results[1]["advantages"].tolist()

@@ -131,12 +131,16 @@ class PluginManager:
             message += " Install the plugin that brings it"
             # A backend's colon begins the sizes of its mesh, so engines cannot be given by import path.
             message += "." if registry.endswith("_engines") else ", or write package.module:attribute."
+        return message + self.list_absent(wanted)
+
+    def list_absent(self, wanted: str) -> str:
+        """A line for each plugin that is broken or disabled, for the end of a message about an unknown name.
+
+        Their names are unknown, so any of them may bring the one that was ``wanted``; the likeliest comes first.
+        """
         absent = [plugin for plugin in self.plugins if plugin.status != "ok"]
-        # A broken plugin's names are unknown, so any of them may be the one that was meant.
         absent.sort(key=lambda plugin: wanted not in (plugin.name, *canonical(plugin.distribution).split("-")))
-        for plugin in absent:
-            message += f"\n  {plugin.distribution} is {plugin.status}: {plugin.reason}"
-        return message
+        return "".join(f"\n  {plugin.distribution} is {plugin.status}: {plugin.reason}" for plugin in absent)
 
     def load(self, registry: str, name: str, key: str | None = None) -> Any:
         """Import what a name, or an import path ``package.module:attribute``, stands for.

@@ -27,8 +27,13 @@ from areal_local.llama import LlamaNetwork
 _logger = getLogger("LocalDecoder")
 
 #: Activations of more tokens than this leave the caches of a CPU, and larger products are no faster.
-CPU_PREFILL_TOKENS = 1024
+_CPU_PREFILL_TOKENS = 1024
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+def tokens_of_a_pass(prefill_tokens: int, device: torch.device) -> int:
+    """Most tokens to read in one forward pass; ``prefill_tokens`` is the option."""
+    return prefill_tokens if device.type != "cpu" else min(prefill_tokens, _CPU_PREFILL_TOKENS)
 
 
 class Decoder(Protocol):
@@ -123,7 +128,7 @@ class SlottedDecoder:
     def prefill(self, sequences: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], capacity: int) -> torch.Tensor:
         self._reserve(1 + max(map(max, rows)), max(capacity, max(map(len, sequences))))
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-        most = self.prefill_tokens if self.device.type != "cpu" else min(self.prefill_tokens, CPU_PREFILL_TOKENS)
+        most = tokens_of_a_pass(self.prefill_tokens, self.device)
         logits: list[torch.Tensor] = []
         chunk: list[int] = []
         size = 0

@@ -119,9 +119,7 @@ def choose_spec(path: str, name: str | None, *, trust_remote_code: bool) -> Mode
     spec = None if trust_remote_code and "auto_map" in config else find_model_spec(model_type)
     # Somebody may have told transformers of the type at run time (AutoConfig.register).
     if spec is None and "auto_map" not in config and model_type not in CONFIG_MAPPING:
-        # Any plugin that did not load may be the one that is needed.
-        absent = [plugin for plugin in get_plugin_manager().plugins if plugin.status != "ok"]
-        listed = "".join(f"\n  {plugin.distribution} is {plugin.status}: {plugin.reason}" for plugin in absent)
+        listed = get_plugin_manager().list_absent(model_type)
         raise BadInputError(
             f"{path}: neither transformers {transformers.__version__} nor a model spec knows the model type "
             f"{model_type!r}. Install a plugin that registers it, or name one: {_KEY}=package.module:spec.{listed}"

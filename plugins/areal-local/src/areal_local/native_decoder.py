@@ -14,7 +14,7 @@ from torch import nn
 from areal_core.api.packed_attention import PackedAttention, packed_sdpa
 from areal_core.logging import getLogger
 from areal_local.attention import DecodePass, Pass, UnsupportedModelError, active_pass, current_pass
-from areal_local.decoder import CPU_PREFILL_TOKENS, Decoder, SlottedDecoder, check_decoder, short_sequences
+from areal_local.decoder import Decoder, SlottedDecoder, check_decoder, short_sequences, tokens_of_a_pass
 from areal_local.native import NativeModel
 
 _logger = getLogger("LocalDecoder")
@@ -147,8 +147,7 @@ def make_native_decoder(
                 reason,
             )
     # It makes the logits of all of these tokens, at every token.
-    most = prefill_tokens if device.type != "cpu" else min(prefill_tokens, CPU_PREFILL_TOKENS)
-    return RecomputingDecoder(native, most)
+    return RecomputingDecoder(native, tokens_of_a_pass(prefill_tokens, device))
 
 
 def _make_slotted(native: NativeModel, device: torch.device, max_rows: int, prefill_tokens: int) -> SlottedDecoder:

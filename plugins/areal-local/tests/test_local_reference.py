@@ -18,22 +18,10 @@ def ragged_prompts(count, longest, seed=0):
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-def transformers_greedy(model, prompt, count):
-    with torch.no_grad():
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-    return output[0, len(prompt) :].tolist()
-
-
 @pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("kind", [*FAST, "bloom"])
 def test_greedy_when_prompts_are_ragged_equals_transformers_generate(
-    kind, make_model, make_engine, generate, reference_logprobs
+    kind, make_model, make_engine, generate, reference_logprobs, transformers_greedy
 ):
     model = make_model(kind)
     prompts = ragged_prompts(10, 40)
@@ -54,7 +42,9 @@ def test_greedy_when_prompts_are_ragged_equals_transformers_generate(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_greedy_when_200_ragged_prompts_equals_transformers_generate(kind, make_model, make_engine, generate):
+def test_greedy_when_200_ragged_prompts_equals_transformers_generate(
+    kind, make_model, make_engine, generate, transformers_greedy
+):
     model = make_model(kind)
     prompts = ragged_prompts(200, 120, seed=1)
     rng = random.Random(2)
@@ -95,7 +85,7 @@ def test_prefill_when_over_the_token_budget_gives_the_same_answers(model, make_e
 @pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("kind", ["mistral", "gemma2"])
 def test_prefill_when_a_prompt_spans_many_window_blocks_equals_a_forward(
-    kind, make_model, make_engine, generate, reference_logprobs, monkeypatch
+    kind, make_model, make_engine, generate, reference_logprobs, monkeypatch, transformers_greedy
 ):
     monkeypatch.setattr("areal_local.attention._WINDOW_BLOCK", 16)
     model = make_model(kind)
